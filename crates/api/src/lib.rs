@@ -1,0 +1,1 @@
+//! REST: routes, wire types, error forms, OpenAPI.

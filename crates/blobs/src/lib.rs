@@ -1,0 +1,1 @@
+//! Names, reads and writes immutable objects.

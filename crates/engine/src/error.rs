@@ -1,0 +1,40 @@
+//! Failures of the engine as a whole; a single request's are [`crate::RequestError`].
+
+use std::path::PathBuf;
+
+/// The engine could not start or go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A model file cannot be read.
+    #[error("could not read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A model file is not what it should be; `what` says what, where and what to do.
+    #[error("model file {} is not usable: {what}", path.display())]
+    Model {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// The model needs something that is not built.
+    #[error("not supported: {0}")]
+    Unsupported(String),
+    /// A setting is out of range or contradicts another.
+    #[error("invalid engine setting {key}: {what}")]
+    Config {
+        /// The key in `[engine]`.
+        key: &'static str,
+        /// Value, allowed range, remedy.
+        what: String,
+    },
+    /// The engine thread is gone or poisoned.
+    #[error("engine stopped: {0}")]
+    Stopped(String),
+}

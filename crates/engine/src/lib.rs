@@ -1,0 +1,21 @@
+//! Continuous batching on one model replica: requests in, token events out.
+//!
+//! Owns the scheduler, the paged KV cache, the models and the CPU back end.
+//! Invariant: a request's tokens depend on its prompt, parameters and seed, never
+//! on its neighbours, arrival order or the size of the KV pool.
+//! Knows nothing about jobs, shards, SQL, HTTP or objects.
+//! Start with [`request`] for the words, then `engine.rs` for the step.
+
+#![warn(missing_docs, clippy::unwrap_used)]
+
+pub mod config;
+pub mod error;
+pub mod model;
+pub mod request;
+
+pub use config::EngineConfig;
+pub use error::Error;
+pub use request::{
+    Finish, FinishReason, Request, RequestError, RequestId, SamplingParams, StopReason, StopRules, TokenLogprob,
+    TokenLogprobs, TokenOutput,
+};

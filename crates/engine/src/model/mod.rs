@@ -1,0 +1,61 @@
+//! What the engine asks of a model on a device: one forward pass over a ragged step.
+//!
+//! The scheduler decides what is in a step; a [`Forward`] computes it. It owns the
+//! weights and the KV cache memory, and knows nothing of requests or sampling.
+
+use crate::Error;
+
+/// Index of a KV cache block.
+pub type BlockId = u32;
+
+/// What the scheduler and the door must know about a loaded model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelShape {
+    /// Architecture by its Hugging Face name, for example `Qwen3ForCausalLM`.
+    pub architecture: String,
+    /// Rows of the output head that are real tokens; ids from here on are padding and masked.
+    pub vocab_size: u32,
+    /// Longest sequence that the model was made for.
+    pub max_position: u32,
+    /// Tokens that end a sequence by themselves.
+    pub eos_token_ids: Vec<u32>,
+    /// Bytes of K and V that one token takes over all layers.
+    pub kv_bytes_per_token: u64,
+    /// Bytes of weights in memory.
+    pub weights_bytes: u64,
+}
+
+/// One ragged step. A decode row is a row with one query token, a prefill chunk one with more.
+#[derive(Debug, Clone, Copy)]
+pub struct StepInput<'a> {
+    /// `[num_tokens]`, rows after each other.
+    pub token_ids: &'a [u32],
+    /// `[num_tokens]`, position of each token in its sequence.
+    pub positions: &'a [u32],
+    /// `[num_tokens]`, where each token's K and V go: `block * block_size + offset`.
+    pub slot_mapping: &'a [u32],
+    /// `[num_rows + 1]`, exclusive prefix sum of query lengths.
+    pub cu_seqlens: &'a [u32],
+    /// `[num_rows]`, tokens in the cache after this step, the queries included.
+    pub context_lens: &'a [u32],
+    /// Block ids of all rows after each other, in token order.
+    pub block_tables: &'a [BlockId],
+    /// `[num_rows + 1]`, where each row's block table starts in `block_tables`.
+    pub block_table_starts: &'a [u32],
+    /// Tokens (indices into `token_ids`) whose logits are wanted, rising.
+    pub logits_tokens: &'a [u32],
+}
+
+/// A loaded model on a device.
+pub trait Forward: Send {
+    /// Its shape.
+    fn shape(&self) -> &ModelShape;
+
+    /// Allocates the KV cache. Called once, before the first step.
+    fn allocate_kv_cache(&mut self, num_blocks: u32, block_size: u32) -> Result<(), Error>;
+
+    /// Computes a step: writes K and V of every token at its slot, then returns
+    /// logits `[logits_tokens.len(), vocab_size]`, f32, row-major, valid until the next call.
+    /// A row's result does not depend on the rows beside it.
+    fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error>;
+}

@@ -1,0 +1,1 @@
+//! Job specs: schedules, sources, prompts, label scoring, evaluation, export.

@@ -1,0 +1,1 @@
+//! The contract of `store` on Postgres; owns `migrations/postgres`.

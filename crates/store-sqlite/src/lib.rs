@@ -1,0 +1,1 @@
+//! The contract of `store` on SQLite; owns `migrations/sqlite`.

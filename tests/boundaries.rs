@@ -33,10 +33,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "web",
         ],
     ),
-    (
-        "testing",
-        &["types", "store", "store-postgres", "store-sqlite", "blobs", "kernels", "engine", "worker", "label"],
-    ),
+    ("testing", &["types", "store", "store-postgres", "store-sqlite", "blobs", "kernels", "engine", "worker", "label"]),
     ("tests", &[]),
 ];
 

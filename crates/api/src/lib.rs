@@ -1,1 +1,24 @@
 //! REST: routes, wire types, error forms, OpenAPI.
+//!
+//! Owns the wire: the words `batch`, `request` and `status` of the OpenAI routes are
+//! translated here and appear nowhere deeper. Invariant: every answer carries
+//! `X-Request-Id`, and every refusal under `/v1` has the four-key error body.
+//! Does not know the engine's inside, kernels, or which database is behind the store.
+//! Start with [`router`].
+
+#![expect(dead_code, reason = "uploads and online routes take their places next")]
+
+mod auth;
+mod batches;
+mod body;
+pub mod config;
+pub mod error;
+mod health;
+mod request_id;
+mod router;
+mod state;
+
+pub use config::{ApiConfig, Secret};
+pub use error::Error;
+pub use router::router;
+pub use state::{ApiState, FreeDisk};

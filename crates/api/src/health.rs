@@ -1,0 +1,50 @@
+//! `/health`, `/ping` and `/version`: for probes and people.
+
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::State;
+use overnight_types::chain;
+use overnight_worker::generate::EngineState;
+use serde_json::{Value, json};
+
+use crate::error::{ApiError, Result};
+use crate::state::{Inner, Shared};
+
+/// Longest that the database may take to answer a probe.
+const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// 200 only when this process can do its work: the database answers, and the engine
+/// too unless this role has none, which the answer then says.
+pub(crate) async fn health(State(state): State<Shared>) -> Result<Json<Value>> {
+    if state.parts.draining.is_cancelled() {
+        return Err(ApiError::unavailable("draining", state.retry_after()));
+    }
+    let engine = engine_word(&state)?;
+    let unavailable = |cause| ApiError::unavailable("database_unavailable", state.retry_after()).cause(cause);
+    match tokio::time::timeout(DATABASE_TIMEOUT, state.parts.store.now()).await {
+        Ok(Ok(_)) => Ok(Json(json!({"status": "ok", "engine": engine, "database": state.parts.store.backend()}))),
+        Ok(Err(error)) => Err(unavailable(chain(&error))),
+        Err(_) => Err(unavailable(format!("no answer within {DATABASE_TIMEOUT:?}"))),
+    }
+}
+
+fn engine_word(state: &Inner) -> Result<&'static str> {
+    let Some(generate) = &state.parts.generate else { return Ok("none") };
+    match generate.status().state {
+        EngineState::Ready => Ok("ready"),
+        EngineState::Starting(stage) => {
+            Err(ApiError::unavailable("engine_starting", state.retry_after())
+                .cause(format!("engine starting: {stage}")))
+        }
+        EngineState::Poisoned(reason) => {
+            Err(ApiError::unavailable("engine_poisoned", state.retry_after())
+                .cause(format!("engine poisoned: {reason}")))
+        }
+    }
+}
+
+/// The version of this binary.
+pub(crate) async fn version(State(state): State<Shared>) -> Json<Value> {
+    Json(json!({"version": state.parts.version}))
+}

@@ -1,0 +1,110 @@
+//! The route table and the layers around it.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::handler::Handler;
+use axum::http::{Method, StatusCode};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodFilter, on};
+use tower_http::catch_panic::CatchPanicLayer;
+
+use crate::error::{ApiError, Error, Result};
+use crate::state::{ApiState, Inner, Shared};
+use crate::{auth, batches, health, request_id};
+
+/// Collects routes and remembers what it collected, so that the OpenAPI document can
+/// be held against the truth.
+pub(crate) struct Routes {
+    router: Router<Shared>,
+    /// Method and path of every route, in order.
+    pub(crate) listed: Vec<(Method, &'static str)>,
+}
+
+impl Routes {
+    fn new() -> Self {
+        Self { router: Router::new(), listed: Vec::new() }
+    }
+
+    fn on<H, T>(mut self, filter: MethodFilter, method: Method, path: &'static str, handler: H) -> Self
+    where
+        H: Handler<T, Shared>,
+        T: 'static,
+    {
+        self.listed.push((method, path));
+        self.router = self.router.route(path, on(filter, handler));
+        self
+    }
+
+    pub(crate) fn get<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.on(MethodFilter::GET, Method::GET, path, handler)
+    }
+
+    pub(crate) fn post<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.on(MethodFilter::POST, Method::POST, path, handler)
+    }
+
+    pub(crate) fn delete<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.on(MethodFilter::DELETE, Method::DELETE, path, handler)
+    }
+}
+
+/// Every route of this crate.
+pub(crate) fn routes() -> Routes {
+    Routes::new()
+        .post("/v1/batches", batches::create)
+        .get("/v1/batches", batches::list)
+        .get("/v1/batches/{batch_id}", batches::retrieve)
+        .delete("/v1/batches/{batch_id}", batches::delete)
+        .post("/v1/batches/{batch_id}/cancel", batches::cancel)
+        .post("/v1/batches/{batch_id}/pause", batches::pause)
+        .post("/v1/batches/{batch_id}/resume", batches::resume)
+        .get("/health", health::health)
+        .get("/ping", health::health)
+        .get("/version", health::version)
+}
+
+/// The server's router: all routes, guarded by keys, with errors in their wire form.
+/// Fails when a setting is out of range or the key file cannot be used.
+pub fn router(parts: ApiState) -> Result<Router, Error> {
+    let state: Shared = Arc::new(Inner::new(parts)?);
+    let extra = state.parts.extra.clone();
+    let inner = routes()
+        .router
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(Arc::clone(&state))
+        .merge(extra)
+        .fallback(not_found);
+    Ok(inner
+        .layer(from_fn_with_state(Arc::clone(&state), refuse_while_draining))
+        .layer(from_fn_with_state(state, auth::guard))
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn(request_id::wrap)))
+}
+
+async fn refuse_while_draining(State(state): State<Shared>, request: Request, next: Next) -> Result<Response> {
+    let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+    if state.parts.draining.is_cancelled() && !reads {
+        return Err(ApiError::unavailable("draining", state.retry_after()));
+    }
+    Ok(next.run(request).await)
+}
+
+async fn not_found(request: Request) -> ApiError {
+    let path: String = request.uri().path().chars().take(200).collect();
+    ApiError::new(StatusCode::NOT_FOUND, format!("no such route: {} {path}", request.method())).code("unknown_route")
+}
+
+async fn method_not_allowed(request: Request) -> ApiError {
+    let message = format!("{} is not a method of this route: {}", request.method(), request.uri().path());
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message).code("method_not_allowed")
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the signature is tower-http's")]
+fn panicked(payload: Box<dyn std::any::Any + Send>) -> Response {
+    let text = payload.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    ApiError::internal(format!("handler panicked: {text}")).into_response()
+}

@@ -1,1 +1,29 @@
-//! Names, reads and writes immutable objects.
+//! Names, reads and writes immutable objects: inputs, segments, published files,
+//! manifests and the index of custom ids, and knows the formats inside them.
+//!
+//! Invariants: an object's name is made of ids only, never of user text; a write
+//! that returned is durable on a local folder (file and folder synced); bytes of
+//! input lines and finished output lines pass through unchanged.
+//! Knows nothing about SQL, the engine or requests. An object's existence proves
+//! nothing: what counts is the database row that names it.
+//! Start with [`Blobs`], then [`segment`].
+
+pub mod envelope;
+pub mod error;
+pub mod index;
+pub mod json;
+pub mod layout;
+pub mod lines;
+pub mod manifest;
+pub mod outcome_line;
+pub mod segment;
+pub mod sha;
+pub mod store;
+pub mod writer;
+
+pub use error::Error;
+pub use layout::{ObjectName, Prefix};
+pub use outcome_line::{error_line, response_line};
+pub use segment::{ItemRecord, SegmentHead, SegmentParts, SegmentReader, SegmentWriter};
+pub use store::{Blobs, Capabilities, Listed};
+pub use writer::{BlobWriter, Written};

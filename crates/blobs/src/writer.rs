@@ -1,0 +1,139 @@
+//! A streaming write of one object in bounded memory, hashed on the way, and the
+//! sweep of what a killed write leaves on a local folder.
+
+use std::io;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use bytes::{Bytes, BytesMut};
+use object_store::{MultipartUpload, PutPayload};
+
+use crate::Error;
+use crate::layout::ObjectName;
+use crate::sha::Sha256;
+
+/// What a finished write holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Written {
+    /// Its size.
+    pub bytes: u64,
+    /// Of all its bytes.
+    pub sha256: [u8; 32],
+}
+
+/// A write in progress. Dropped without [`BlobWriter::finish`], nothing becomes visible.
+#[derive(Debug)]
+pub struct BlobWriter {
+    name: ObjectName,
+    upload: Box<dyn MultipartUpload>,
+    buffer: BytesMut,
+    piece_bytes: usize,
+    limit: Duration,
+    sha: Sha256,
+}
+
+impl BlobWriter {
+    pub(crate) fn new(
+        name: ObjectName,
+        upload: Box<dyn MultipartUpload>,
+        piece_bytes: u64,
+        limit: Duration,
+    ) -> Self {
+        let piece_bytes = usize::try_from(piece_bytes).expect("a piece fits into memory");
+        Self { name, upload, buffer: BytesMut::new(), piece_bytes, limit, sha: Sha256::default() }
+    }
+
+    /// How many bytes were written.
+    pub fn num_bytes(&self) -> u64 {
+        self.sha.num_bytes()
+    }
+
+    /// Appends bytes. Returns once the storage has taken every full piece.
+    pub async fn write(&mut self, bytes: Bytes) -> Result<(), Error> {
+        self.append(&bytes).await
+    }
+
+    /// Appends bytes that the caller keeps.
+    pub async fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+        self.sha.update(bytes);
+        while self.buffer.len() + bytes.len() >= self.piece_bytes {
+            let (head, rest) = bytes.split_at(self.piece_bytes - self.buffer.len());
+            self.buffer.extend_from_slice(head);
+            bytes = rest;
+            self.put_piece().await?;
+        }
+        self.buffer.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Makes the object visible and durable.
+    pub async fn finish(mut self) -> Result<Written, Error> {
+        // An upload without a part is refused by some services.
+        if !self.buffer.is_empty() || self.sha.num_bytes() == 0 {
+            self.put_piece().await?;
+        }
+        let done = tokio::time::timeout(self.limit, self.upload.complete()).await;
+        self.settle("finish writing", done)?;
+        Ok(Written { bytes: self.sha.num_bytes(), sha256: self.sha.finish() })
+    }
+
+    /// Gives up and removes what was stored so far.
+    pub async fn abort(mut self) -> Result<(), Error> {
+        let done = tokio::time::timeout(self.limit, self.upload.abort()).await;
+        self.settle("abort writing", done)
+    }
+
+    async fn put_piece(&mut self) -> Result<(), Error> {
+        let piece = std::mem::replace(&mut self.buffer, BytesMut::with_capacity(self.piece_bytes)).freeze();
+        let done = tokio::time::timeout(self.limit, self.upload.put_part(PutPayload::from_bytes(piece))).await;
+        self.settle("write", done)
+    }
+
+    fn settle<T>(
+        &self,
+        doing: &'static str,
+        done: Result<object_store::Result<T>, tokio::time::error::Elapsed>,
+    ) -> Result<T, Error> {
+        match done {
+            Ok(done) => done.map_err(|err| Error::from_driver(doing, self.name.to_string(), err)),
+            Err(_) => Err(Error::TimedOut { doing, name: self.name.to_string(), limit: self.limit }),
+        }
+    }
+}
+
+/// Removes files named `name#N` under a folder, at any depth. Folders and files
+/// that vanish meanwhile are skipped.
+pub(crate) fn sweep_folder(root: &Path, older_than: Duration) -> io::Result<u32> {
+    let mut num_removed = 0;
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let entries = match std::fs::read_dir(&folder) {
+            Err(err) if err.kind() == io::ErrorKind::NotFound && folder != root => continue,
+            entries => entries?,
+        };
+        for entry in entries {
+            let entry = entry?;
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                folders.push(entry.path());
+            } else if kind.is_file() && is_leftover(&entry.file_name()) && is_old(&entry, older_than) {
+                match std::fs::remove_file(entry.path()) {
+                    Err(err) if err.kind() != io::ErrorKind::NotFound => return Err(err),
+                    _ => num_removed += 1,
+                }
+            }
+        }
+    }
+    Ok(num_removed)
+}
+
+fn is_leftover(name: &std::ffi::OsStr) -> bool {
+    let digits = name.to_str().and_then(|name| name.rsplit_once('#')).map(|(_, digits)| digits);
+    digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+fn is_old(entry: &std::fs::DirEntry, older_than: Duration) -> bool {
+    let modified = entry.metadata().and_then(|meta| meta.modified());
+    // A file from the future (a clock that was set back) is left alone.
+    modified.is_ok_and(|at| SystemTime::now().duration_since(at).is_ok_and(|age| age >= older_than))
+}

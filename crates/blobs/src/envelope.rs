@@ -61,7 +61,9 @@ impl fmt::Display for LineFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             LineFault::NotUtf8 { at } => write!(f, "invalid UTF-8 at byte {} of the line", at + 1),
-            LineFault::Syntax(fault) => write!(f, "not valid JSON at byte {} of the line: {}", fault.at + 1, fault.what),
+            LineFault::Syntax(fault) => {
+                write!(f, "not valid JSON at byte {} of the line: {}", fault.at + 1, fault.what)
+            }
             LineFault::NotAnObject(kind) => write!(f, "the line must be a JSON object, found {}", kind.as_str()),
             LineFault::RepeatedKey { at, key } => {
                 write!(f, "the key {key:?} appears a second time at byte {} of the line", at + 1)

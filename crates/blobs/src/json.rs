@@ -111,7 +111,9 @@ impl<'a> Scanner<'a> {
         let rest = &self.text[self.at..];
         let what = match rest {
             [] => "the text ends too early",
-            _ if rest.starts_with(crate::lines::BOM) => "a byte order mark (BOM, U+FEFF) may stand only at the start of the file",
+            _ if rest.starts_with(crate::lines::BOM) => {
+                "a byte order mark (BOM, U+FEFF) may stand only at the start of the file"
+            }
             [b'\'', ..] => "strings need double quotes",
             _ if rest.starts_with(b"NaN") || rest.starts_with(b"Infinity") => "NaN and Infinity are not JSON",
             _ => what,
@@ -352,9 +354,7 @@ fn decode(inside: &[u8]) -> std::borrow::Cow<'_, [u8]> {
 /// Writes the character of `u….` (with the `\u….` that follows, if both make a
 /// pair) and says how many bytes it took.
 fn decode_unit(after: &[u8], out: &mut Vec<u8>) -> usize {
-    let unit = |text: Option<&[u8]>| -> Option<u32> {
-        u32::from_str_radix(std::str::from_utf8(text?).ok()?, 16).ok()
-    };
+    let unit = |text: Option<&[u8]>| -> Option<u32> { u32::from_str_radix(std::str::from_utf8(text?).ok()?, 16).ok() };
     let first = unit(after.get(1..5)).unwrap_or(0xfffd);
     if (0xd800..0xdc00).contains(&first) && after.get(5..7) == Some(b"\\u") {
         if let Some(second) = unit(after.get(7..11)).filter(|second| (0xdc00..0xe000).contains(second)) {
@@ -415,12 +415,52 @@ mod tests {
     #[test]
     fn scanner_agrees_with_the_grammar() {
         let good = [
-            "0", "-0", "1e999", "9007199254740993", "-1.5E+3", "\"\"", "\"\\ud800\"", "[]", "{}", " [1, {\"a\" : [ ] } ] ",
-            "{\"a\":1,\"a\":2}", "\"\u{7f}\u{2028}\"", "null", "true", "[[[[]]]]", "\"\\u0000\"",
+            "0",
+            "-0",
+            "1e999",
+            "9007199254740993",
+            "-1.5E+3",
+            "\"\"",
+            "\"\\ud800\"",
+            "[]",
+            "{}",
+            " [1, {\"a\" : [ ] } ] ",
+            "{\"a\":1,\"a\":2}",
+            "\"\u{7f}\u{2028}\"",
+            "null",
+            "true",
+            "[[[[]]]]",
+            "\"\\u0000\"",
         ];
         let bad = [
-            "", " ", "01", "1.", ".5", "+1", "1e", "-", "NaN", "nul", "\"a", "\"\\x\"", "\"\\u12g4\"", "\"\\u12", "\"\n\"",
-            "[1,]", "[,1]", "{\"a\":1,}", "{a:1}", "{\"a\"}", "[1}", "{\"a\":1]", "1 2", "[", "{", "{\"a\":", "'a'", "\u{feff}1",
+            "",
+            " ",
+            "01",
+            "1.",
+            ".5",
+            "+1",
+            "1e",
+            "-",
+            "NaN",
+            "nul",
+            "\"a",
+            "\"\\x\"",
+            "\"\\u12g4\"",
+            "\"\\u12",
+            "\"\n\"",
+            "[1,]",
+            "[,1]",
+            "{\"a\":1,}",
+            "{a:1}",
+            "{\"a\"}",
+            "[1}",
+            "{\"a\":1]",
+            "1 2",
+            "[",
+            "{",
+            "{\"a\":",
+            "'a'",
+            "\u{feff}1",
         ];
         good.iter().for_each(|text| assert!(accepts(text.as_bytes()), "{text}"));
         bad.iter().for_each(|text| assert!(!accepts(text.as_bytes()), "{text}"));

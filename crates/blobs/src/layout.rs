@@ -76,10 +76,9 @@ impl ObjectName {
     /// The job that owns the object; `None` for files and probes.
     pub const fn job(&self) -> Option<JobId> {
         match self {
-            Self::Segment { job, .. }
-            | Self::Index(job)
-            | Self::IntakeRun { job, .. }
-            | Self::Manifest { job, .. } => Some(*job),
+            Self::Segment { job, .. } | Self::Index(job) | Self::IntakeRun { job, .. } | Self::Manifest { job, .. } => {
+                Some(*job)
+            }
             Self::File(_) | Self::Probe(_) => None,
         }
     }

@@ -176,7 +176,8 @@ mod tests {
     fn split(input: &[u8], edges: &[usize], max: u64) -> Vec<Owned> {
         let mut lines = Vec::new();
         let mut splitter = LineSplitter::new(max);
-        let mut keep = |line: Line<'_>| lines.push((line.number, line.offset, line.end, line.content.map(<[u8]>::to_vec)));
+        let mut keep =
+            |line: Line<'_>| lines.push((line.number, line.offset, line.end, line.content.map(<[u8]>::to_vec)));
         let mut start = 0;
         for &edge in edges {
             splitter.feed(&input[start..edge], &mut keep);

@@ -81,9 +81,11 @@ mod tests {
 
     #[test]
     fn line_has_exactly_four_keys_and_never_both_answers() {
-        let response: Value = serde_json::from_slice(&response_line(id(), b"\"a\"", 200, "req_1", b"{\"x\":1}")).unwrap();
+        let response: Value =
+            serde_json::from_slice(&response_line(id(), b"\"a\"", 200, "req_1", b"{\"x\":1}")).unwrap();
         let error: Value =
-            serde_json::from_slice(&error_line(id(), b"\"a\"", ErrorCode::BatchExpired, "window \"24h\" over")).unwrap();
+            serde_json::from_slice(&error_line(id(), b"\"a\"", ErrorCode::BatchExpired, "window \"24h\" over"))
+                .unwrap();
         for line in [&response, &error] {
             let keys: Vec<_> = line.as_object().unwrap().keys().map(String::as_str).collect();
             assert_eq!(keys, ["id", "custom_id", "response", "error"]);

@@ -237,7 +237,8 @@ impl SegmentWriter {
         assert!(u32::try_from(start).is_ok(), "segment of {start} bytes");
         self.bytes.extend_from_slice(line);
         self.bytes.extend_from_slice(b"}\n");
-        write!(self.footer, "{:010x}{start:08x}{line_start:04x}", meta.item.0).expect("writing to a string cannot fail");
+        write!(self.footer, "{:010x}{start:08x}{line_start:04x}", meta.item.0)
+            .expect("writing to a string cannot fail");
     }
 
     /// How many outcomes it holds.

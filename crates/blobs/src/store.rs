@@ -71,7 +71,9 @@ impl Blobs {
         match scheme {
             "file" if rest.starts_with('/') && rest.len() > 1 => Self::local(Path::new(rest)),
             "file" => Err(unsupported("the folder must be absolute: file:///absolute/folder")),
-            "s3" | "gs" | "az" => Err(unsupported("this build stores objects in a local folder: file:///absolute/folder")),
+            "s3" | "gs" | "az" => {
+                Err(unsupported("this build stores objects in a local folder: file:///absolute/folder"))
+            }
             _ => Err(unsupported("unknown scheme; use file:///absolute/folder")),
         }
     }
@@ -186,7 +188,10 @@ impl Blobs {
         });
         let mut failed = false;
         // A failed piece ends the stream: what follows it must not be taken for its successor.
-        reads.buffered(2).take_while(move |read| std::future::ready(!std::mem::replace(&mut failed, read.is_err()))).boxed()
+        reads
+            .buffered(2)
+            .take_while(move |read| std::future::ready(!std::mem::replace(&mut failed, read.is_err())))
+            .boxed()
     }
 
     /// An object's size; `None` when it is not there.

@@ -33,12 +33,7 @@ pub struct BlobWriter {
 }
 
 impl BlobWriter {
-    pub(crate) fn new(
-        name: ObjectName,
-        upload: Box<dyn MultipartUpload>,
-        piece_bytes: u64,
-        limit: Duration,
-    ) -> Self {
+    pub(crate) fn new(name: ObjectName, upload: Box<dyn MultipartUpload>, piece_bytes: u64, limit: Duration) -> Self {
         let piece_bytes = usize::try_from(piece_bytes).expect("a piece fits into memory");
         Self { name, upload, buffer: BytesMut::new(), piece_bytes, limit, sha: Sha256::default() }
     }

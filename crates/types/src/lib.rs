@@ -6,6 +6,7 @@
 //! Knows nothing about async, SQL, HTTP or CUDA. Start with [`job`].
 
 pub mod error;
+pub mod humane;
 pub mod id;
 pub mod item;
 pub mod job;

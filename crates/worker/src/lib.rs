@@ -1,4 +1,17 @@
 //! Leases shards, runs their items through [`generate::Generate`], writes segments,
 //! commits outcomes; runs the lifecycle steps.
+//!
+//! Invariants: a segment object is durable before the row that names it; every
+//! write carries its lease's epoch, so a late one changes nothing; an item gets
+//! exactly one outcome, though it may be computed more than once.
+//! Knows nothing about HTTP serving and not which database it writes to.
 
+pub mod config;
+pub mod error;
 pub mod generate;
+pub mod instant;
+pub mod lock;
+pub mod remote;
+
+pub use config::WorkerConfig;
+pub use error::Error;

@@ -1,0 +1,171 @@
+//! Locks in the data folder: who uses it, and which workers of this host live.
+//!
+//! `overnight.lock` is held shared by `serve` and `worker` and exclusively by
+//! `run`. Each worker holds `workers/{worker_id}` for as long as it lives; the
+//! system drops the lock of a process that dies, so a free lock is the proof that
+//! its worker is dead, and whoever starts next releases its leases at once.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::path::{Path, PathBuf};
+
+use overnight_store::Store;
+use overnight_types::WorkerId;
+
+use crate::Error;
+
+const LOCK_FILE: &str = "overnight.lock";
+const WORKERS: &str = "workers";
+
+/// How a process wants the data folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DataDirUse {
+    /// Along with other servers and workers.
+    Shared,
+    /// Alone.
+    Exclusive,
+}
+
+/// The data folder, held for as long as this lives.
+#[derive(Debug)]
+pub struct DataDirLock {
+    _file: File,
+}
+
+impl DataDirLock {
+    /// Takes the folder, which is made when it is not there.
+    ///
+    /// Errors with [`Error::DataDirInUse`] when another process holds it in a way
+    /// that does not go together with `usage`, and with [`Error::DataDir`] when the
+    /// folder or the file cannot be made.
+    pub fn take(data_dir: &Path, usage: DataDirUse) -> Result<Self, Error> {
+        fs::create_dir_all(data_dir).map_err(io("create", data_dir))?;
+        let path = data_dir.join(LOCK_FILE);
+        let file = open(&path)?;
+        let taken = match usage {
+            DataDirUse::Shared => file.try_lock_shared(),
+            DataDirUse::Exclusive => file.try_lock(),
+        };
+        match taken {
+            Ok(()) => Ok(Self { _file: file }),
+            Err(TryLockError::Error(source)) => Err(Error::DataDir { doing: "lock", path, source }),
+            Err(TryLockError::WouldBlock) => {
+                let what = match usage {
+                    DataDirUse::Shared => "a `batch run` holds it alone; wait for its end or use another --data-dir",
+                    DataDirUse::Exclusive => {
+                        "a server or another run holds it; use `batch submit` with that server, or another --data-dir"
+                    }
+                };
+                Err(Error::DataDirInUse { path: data_dir.to_owned(), what: what.to_owned() })
+            }
+        }
+    }
+}
+
+/// This worker's sign of life, held for as long as this lives.
+#[derive(Debug)]
+pub struct WorkerLock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl WorkerLock {
+    /// Creates and locks `workers/{id}`.
+    pub fn take(data_dir: &Path, id: WorkerId) -> Result<Self, Error> {
+        let folder = data_dir.join(WORKERS);
+        fs::create_dir_all(&folder).map_err(io("create", &folder))?;
+        let path = folder.join(id.to_string());
+        let file = open(&path)?;
+        file.try_lock().map_err(|err| Error::DataDir { doing: "lock", path: path.clone(), source: err.into() })?;
+        Ok(Self { path, _file: file })
+    }
+}
+
+impl Drop for WorkerLock {
+    fn drop(&mut self) {
+        // A file that stays is found unlocked by the next start, which removes it.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Workers of this data folder whose lock is free: they are dead.
+pub fn dead_workers(data_dir: &Path) -> Result<Vec<WorkerId>, Error> {
+    let folder = data_dir.join(WORKERS);
+    if !folder.try_exists().map_err(io("read", &folder))? {
+        return Ok(Vec::new());
+    }
+    let mut dead = Vec::new();
+    for entry in fs::read_dir(&folder).map_err(io("read", &folder))? {
+        let entry = entry.map_err(io("read", &folder))?;
+        let Some(id) = entry.file_name().to_str().and_then(|name| name.parse::<WorkerId>().ok()) else { continue };
+        // A file that vanishes here belongs to a worker that stopped in order.
+        let Ok(file) = File::open(entry.path()) else { continue };
+        if file.try_lock().is_ok() {
+            dead.push(id);
+        }
+    }
+    Ok(dead)
+}
+
+/// Releases at once the leases of dead workers on this host, so that a restart
+/// waits for no lease to run out. Returns how many leases came free.
+///
+/// A worker is known to be dead when its lock file is there and free. One that is
+/// recorded on this host but has no lock file here may live in another data folder,
+/// so its leases are left to run out.
+pub async fn release_dead(store: &dyn Store, data_dir: &Path, host: &str) -> Result<u32, Error> {
+    let dead = dead_workers(data_dir)?;
+    if dead.is_empty() {
+        return Ok(0);
+    }
+    let recorded = store.list_workers_on_host(host).await.map_err(Error::store("list the workers of this host"))?;
+    let released = store.release_leases_of_dead(&dead).await.map_err(Error::store("release leases of dead workers"))?;
+    for id in &dead {
+        if recorded.iter().any(|worker| worker.id == *id) {
+            store.remove_worker(*id).await.map_err(Error::store("remove a dead worker"))?;
+        }
+        let _ = fs::remove_file(data_dir.join(WORKERS).join(id.to_string()));
+    }
+    if released > 0 {
+        tracing::info!(leases = released, workers = dead.len(), "released the leases of workers that died on this host");
+    }
+    Ok(released)
+}
+
+fn open(path: &Path) -> Result<File, Error> {
+    OpenOptions::new().create(true).truncate(false).write(true).read(true).open(path).map_err(io("open", path))
+}
+
+fn io(doing: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::DataDir { doing, path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn run_takes_the_folder_alone_and_servers_share_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let server = DataDirLock::take(dir.path(), DataDirUse::Shared).unwrap();
+        let worker = DataDirLock::take(dir.path(), DataDirUse::Shared).unwrap();
+        let err = DataDirLock::take(dir.path(), DataDirUse::Exclusive).unwrap_err();
+        assert!(err.to_string().contains("batch submit") && err.to_string().contains("--data-dir"), "{err}");
+        drop((server, worker));
+        let _run = DataDirLock::take(dir.path(), DataDirUse::Exclusive).unwrap();
+        assert!(DataDirLock::take(dir.path(), DataDirUse::Shared).is_err());
+    }
+
+    #[test]
+    fn only_a_worker_without_its_lock_counts_as_dead() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(dead_workers(dir.path()).unwrap(), []);
+        let (live, dead) = (WorkerId::new(), WorkerId::new());
+        let lock = WorkerLock::take(dir.path(), live).unwrap();
+        fs::write(dir.path().join(WORKERS).join(dead.to_string()), b"").unwrap();
+        fs::write(dir.path().join(WORKERS).join("README"), b"").unwrap();
+        assert_eq!(dead_workers(dir.path()).unwrap(), [dead]);
+        drop(lock);
+        assert_eq!(dead_workers(dir.path()).unwrap(), [dead], "a worker that stopped in order leaves no file");
+    }
+}

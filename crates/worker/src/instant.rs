@@ -8,7 +8,9 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use overnight_types::Endpoint;
 
-use crate::generate::{EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request};
+use crate::generate::{
+    EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request,
+};
 
 const CHAT_ANSWER: &[u8] = br#"{"id":"chatcmpl-instant","object":"chat.completion","created":0,"model":"instant","choices":[{"index":0,"message":{"role":"assistant","content":"positive"},"logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":16,"completion_tokens":1,"total_tokens":17}}"#;
 const TEXT_ANSWER: &[u8] = br#"{"id":"cmpl-instant","object":"text_completion","created":0,"model":"instant","choices":[{"index":0,"text":"positive","logprobs":null,"finish_reason":"stop"}],"usage":{"prompt_tokens":16,"completion_tokens":1,"total_tokens":17}}"#;

@@ -126,7 +126,11 @@ pub async fn release_dead(store: &dyn Store, data_dir: &Path, host: &str) -> Res
         let _ = fs::remove_file(data_dir.join(WORKERS).join(id.to_string()));
     }
     if released > 0 {
-        tracing::info!(leases = released, workers = dead.len(), "released the leases of workers that died on this host");
+        tracing::info!(
+            leases = released,
+            workers = dead.len(),
+            "released the leases of workers that died on this host"
+        );
     }
     Ok(released)
 }

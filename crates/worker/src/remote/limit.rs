@@ -88,7 +88,8 @@ impl Limit {
             // Another request found it down already in this round.
             return self.down_until.map_or(first_pause, |until| until - now);
         }
-        let pause = first_pause.saturating_mul(1 << self.failures_in_a_row.min(16)).min(SERVER_PAUSE_MAX.max(first_pause));
+        let pause =
+            first_pause.saturating_mul(1 << self.failures_in_a_row.min(16)).min(SERVER_PAUSE_MAX.max(first_pause));
         self.failures_in_a_row += 1;
         self.down_until = Some(now + pause);
         pause

@@ -20,7 +20,9 @@ use overnight_types::Endpoint;
 use tokio_util::sync::CancellationToken;
 
 use crate::Error;
-use crate::generate::{EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request};
+use crate::generate::{
+    EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request,
+};
 use limit::{Limit, Verdict};
 use send::Answer;
 

@@ -10,8 +10,10 @@
 
 pub mod config;
 pub mod error;
+pub mod gguf;
 pub mod model;
 pub mod request;
+pub mod weights;
 
 pub use config::EngineConfig;
 pub use error::Error;

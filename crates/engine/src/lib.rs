@@ -13,6 +13,7 @@ pub mod error;
 pub mod gguf;
 pub mod model;
 pub mod request;
+pub mod text;
 pub mod weights;
 
 pub use config::EngineConfig;

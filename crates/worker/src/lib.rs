@@ -11,6 +11,7 @@ pub mod error;
 pub mod generate;
 pub mod instant;
 pub mod lock;
+pub mod mapper;
 pub mod remote;
 
 pub use config::WorkerConfig;

@@ -225,22 +225,27 @@ impl Query {
     }
 }
 
-/// Percent-decoding with `+` as a space; bytes that are not UTF-8 become U+FFFD.
+/// Decoding of a query: `+` is a space.
 fn decode(text: &str) -> String {
+    percent_decode(&text.replace('+', " "))
+}
+
+/// Percent-decoding; bytes that are not UTF-8 become U+FFFD.
+pub(crate) fn percent_decode(text: &str) -> String {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((&byte, after)) = rest.split_first() {
-        let hex = |digits: &[u8]| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
-        match (byte, after.get(..2).and_then(hex)) {
-            (b'%', Some(decoded)) => {
+        let digits = after.get(..2).filter(|digits| byte == b'%' && digits.iter().all(u8::is_ascii_hexdigit));
+        match digits.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()) {
+            Some(decoded) => {
                 bytes.push(decoded);
                 rest = &after[2..];
-                continue;
             }
-            (b'+', _) => bytes.push(b' '),
-            _ => bytes.push(byte),
+            None => {
+                bytes.push(byte);
+                rest = after;
+            }
         }
-        rest = after;
     }
     String::from_utf8_lossy(&bytes).into_owned()
 }

@@ -33,8 +33,6 @@ pub struct ApiConfig {
     pub request_timeout_s: u64,
     /// Longest silence in the middle of an upload.
     pub upload_idle_timeout_s: u64,
-    /// Longest that one write to the object store may take.
-    pub storage_timeout_s: u64,
     /// Longest that an online completion may take.
     pub online_timeout_s: u64,
     /// Most online completions at once; more are answered 429.
@@ -69,7 +67,6 @@ impl Default for ApiConfig {
             body_timeout_s: 60,
             request_timeout_s: 60,
             upload_idle_timeout_s: 60,
-            storage_timeout_s: 60,
             online_timeout_s: 1_800,
             online_requests_max: 256,
             event_streams_max: 256,
@@ -103,14 +100,13 @@ impl ApiConfig {
         if self.host.is_empty() {
             return invalid("host", "\"\"".to_owned(), "an address or a host name");
         }
-        let ranges: [(&'static str, u64, u64, u64); 16] = [
+        let ranges: [(&'static str, u64, u64, u64); 15] = [
             ("batch_file_bytes_max", self.batch_file_bytes_max, 1, 1 << 50),
             ("other_file_bytes_max", self.other_file_bytes_max, 1, 1 << 50),
             ("body_bytes_max", self.body_bytes_max, 1 << 10, 1 << 31),
             ("body_timeout_s", self.body_timeout_s, 1, 3_600),
             ("request_timeout_s", self.request_timeout_s, 1, 3_600),
             ("upload_idle_timeout_s", self.upload_idle_timeout_s, 1, 86_400),
-            ("storage_timeout_s", self.storage_timeout_s, 1, 86_400),
             ("online_timeout_s", self.online_timeout_s, 1, 86_400),
             ("online_requests_max", self.online_requests_max.into(), 1, 1 << 20),
             ("event_streams_max", self.event_streams_max.into(), 1, 1 << 20),

@@ -152,6 +152,18 @@ impl From<overnight_store::Error> for ApiError {
     }
 }
 
+impl From<overnight_blobs::Error> for ApiError {
+    fn from(error: overnight_blobs::Error) -> Self {
+        let cause = chain(&error);
+        match error.class() {
+            overnight_types::Class::Transient => {
+                ApiError::unavailable("storage_unavailable", Duration::from_secs(5)).cause(cause)
+            }
+            _ => ApiError::internal(cause),
+        }
+    }
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = self.status.into_response();

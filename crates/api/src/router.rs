@@ -1,6 +1,7 @@
 //! The route table and the layers around it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
@@ -8,12 +9,12 @@ use axum::handler::Handler;
 use axum::http::{Method, StatusCode};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodFilter, on};
+use axum::routing::{MethodFilter, MethodRouter, on};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::error::{ApiError, Error, Result};
 use crate::state::{ApiState, Inner, Shared};
-use crate::{auth, batches, health, request_id};
+use crate::{auth, batches, files, health, request_id};
 
 /// Collects routes and remembers what it collected, so that the OpenAPI document can
 /// be held against the truth.
@@ -21,39 +22,64 @@ pub(crate) struct Routes {
     router: Router<Shared>,
     /// Method and path of every route, in order.
     pub(crate) listed: Vec<(Method, &'static str)>,
+    time_limit: Duration,
 }
 
 impl Routes {
-    fn new() -> Self {
-        Self { router: Router::new(), listed: Vec::new() }
+    fn new(time_limit: Duration) -> Self {
+        Self { router: Router::new(), listed: Vec::new(), time_limit }
     }
 
-    fn on<H, T>(mut self, filter: MethodFilter, method: Method, path: &'static str, handler: H) -> Self
-    where
-        H: Handler<T, Shared>,
-        T: 'static,
-    {
+    fn on(mut self, method: Method, path: &'static str, route: MethodRouter<Shared>) -> Self {
         self.listed.push((method, path));
-        self.router = self.router.route(path, on(filter, handler));
+        self.router = self.router.route(path, route);
         self
     }
 
+    /// Answers within the time limit, or 503.
+    fn bounded<H: Handler<T, Shared>, T: 'static>(&self, filter: MethodFilter, handler: H) -> MethodRouter<Shared> {
+        let limit = self.time_limit;
+        on(filter, handler).layer(from_fn(move |request: Request, next: Next| async move {
+            tokio::time::timeout(limit, next.run(request)).await.map_err(|_| {
+                ApiError::unavailable("request_timeout", limit).cause(format!("no answer within {limit:?}"))
+            })
+        }))
+    }
+
     pub(crate) fn get<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
-        self.on(MethodFilter::GET, Method::GET, path, handler)
+        let route = self.bounded(MethodFilter::GET, handler);
+        self.on(Method::GET, path, route)
     }
 
     pub(crate) fn post<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
-        self.on(MethodFilter::POST, Method::POST, path, handler)
+        let route = self.bounded(MethodFilter::POST, handler);
+        self.on(Method::POST, path, route)
     }
 
     pub(crate) fn delete<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
-        self.on(MethodFilter::DELETE, Method::DELETE, path, handler)
+        let route = self.bounded(MethodFilter::DELETE, handler);
+        self.on(Method::DELETE, path, route)
+    }
+
+    /// A GET whose body may flow for long: only its own limits hold.
+    pub(crate) fn get_stream<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.on(Method::GET, path, on(MethodFilter::GET, handler))
+    }
+
+    /// A POST that takes or gives a long body: only its own limits hold.
+    pub(crate) fn post_stream<H: Handler<T, Shared>, T: 'static>(self, path: &'static str, handler: H) -> Self {
+        self.on(Method::POST, path, on(MethodFilter::POST, handler))
     }
 }
 
 /// Every route of this crate.
-pub(crate) fn routes() -> Routes {
-    Routes::new()
+pub(crate) fn routes(time_limit: Duration) -> Routes {
+    Routes::new(time_limit)
+        .post_stream("/v1/files", files::upload)
+        .get("/v1/files", files::list)
+        .get("/v1/files/{file_id}", files::retrieve)
+        .delete("/v1/files/{file_id}", files::delete)
+        .get_stream("/v1/files/{file_id}/content", files::content)
         .post("/v1/batches", batches::create)
         .get("/v1/batches", batches::list)
         .get("/v1/batches/{batch_id}", batches::retrieve)
@@ -71,7 +97,7 @@ pub(crate) fn routes() -> Routes {
 pub fn router(parts: ApiState) -> Result<Router, Error> {
     let state: Shared = Arc::new(Inner::new(parts)?);
     let extra = state.parts.extra.clone();
-    let inner = routes()
+    let inner = routes(Duration::from_secs(state.parts.config.request_timeout_s))
         .router
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(Arc::clone(&state))

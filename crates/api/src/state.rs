@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use overnight_blobs::Blobs;
 use overnight_store::{LiveWorker, Store};
 use overnight_types::Limits;
 use overnight_worker::generate::Generate;
@@ -22,6 +23,8 @@ pub type FreeDisk = Arc<dyn Fn() -> Result<u64, String> + Send + Sync>;
 pub struct ApiState {
     /// Durable state.
     pub store: Arc<dyn Store>,
+    /// Bytes of files and segments.
+    pub blobs: Blobs,
     /// What answers online requests; `None` on a front without an engine.
     pub generate: Option<Arc<dyn Generate>>,
     /// The `[api]` section.

@@ -7,32 +7,15 @@ use axum::extract::State;
 use axum::http::Uri;
 use overnight_store::{JobQuery, Progress};
 use overnight_types::{JobId, JobState};
-use serde::Serialize;
 
 use super::object::{BatchObject, batch_object};
 use crate::body::Query;
 use crate::error::{ApiError, Result};
+use crate::list_object::ListObject;
 use crate::state::Shared;
 
 const LIMIT_MAX: u32 = 100;
 const LIMIT_DEFAULT: u32 = 20;
-
-/// A page in OpenAI's list form.
-#[derive(Debug, Serialize)]
-pub(crate) struct ListObject<T> {
-    object: &'static str,
-    data: Vec<T>,
-    first_id: Option<String>,
-    last_id: Option<String>,
-    has_more: bool,
-}
-
-impl<T> ListObject<T> {
-    /// `ids` in the order of `data`.
-    pub(crate) fn new(data: Vec<T>, ids: &[String], has_more: bool) -> Self {
-        Self { object: "list", data, first_id: ids.first().cloned(), last_id: ids.last().cloned(), has_more }
-    }
-}
 
 /// One page of batches; `status` and `model` narrow it.
 pub(crate) async fn list(State(state): State<Shared>, uri: Uri) -> Result<Json<ListObject<BatchObject>>> {
@@ -67,6 +50,7 @@ pub(crate) async fn list(State(state): State<Shared>, uri: Uri) -> Result<Json<L
         let waiting_for = super::waiting::reason(&state, job, &progress).await?;
         data.push(batch_object(job, &progress, waiting_for)?);
     }
-    let ids: Vec<String> = page.rows.iter().map(|job| job.id.to_string()).collect();
-    Ok(Json(ListObject::new(data, &ids, page.has_more)))
+    let id_of = |job: Option<&overnight_store::Job>| job.map(|job| job.id.to_string());
+    let (first, last) = (id_of(page.rows.first()), id_of(page.rows.last()));
+    Ok(Json(ListObject::new(data, first, last, page.has_more)))
 }

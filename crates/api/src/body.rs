@@ -3,12 +3,11 @@
 //! Every refusal names the parameter; an unknown top-level key of a body is refused.
 //! Unknown query parameters are ignored, as clients add their own.
 
-use std::time::Duration;
-
 use axum::body::Body;
 use axum::http::{HeaderMap, StatusCode, header};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
+use overnight_types::humane;
 use serde_json::{Map, Value};
 
 use crate::error::{ApiError, Result};
@@ -34,9 +33,9 @@ pub(crate) async fn read(state: &Inner, headers: &HeaderMap, body: Body) -> Resu
         }
         Ok(bytes.freeze())
     };
-    tokio::time::timeout(Duration::from_secs(config.body_timeout_s), collect).await.map_err(|_| {
-        let message =
-            format!("the request body did not arrive within {} s, set by api.body_timeout_s", config.body_timeout_s);
+    tokio::time::timeout(config.body_timeout, collect).await.map_err(|_| {
+        let limit = humane::format_duration(config.body_timeout);
+        let message = format!("the request body did not arrive within {limit}, set by api.body_timeout");
         ApiError::new(StatusCode::REQUEST_TIMEOUT, message).code("body_timeout")
     })?
 }

@@ -1,9 +1,11 @@
 //! The `[api]` section: where the server listens, who may call, and every limit
-//! of a request. Times are whole seconds and sizes are bytes; the unit is in the name.
+//! of a request. Times and sizes are written as people do: `30s`, `2GiB`.
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
+use overnight_types::humane;
 use serde::{Deserialize, Serialize, Serializer};
 
 /// Settings of the REST server.
@@ -22,35 +24,44 @@ pub struct ApiConfig {
     /// `#` starts a comment.
     pub api_keys_file: Option<PathBuf>,
     /// Largest batch input file.
+    #[serde(with = "humane::bytes")]
     pub batch_file_bytes_max: u64,
     /// Largest file of another purpose.
+    #[serde(with = "humane::bytes")]
     pub other_file_bytes_max: u64,
     /// Largest JSON body of a request.
+    #[serde(with = "humane::bytes")]
     pub body_bytes_max: u64,
     /// Longest that a JSON body may take to arrive.
-    pub body_timeout_s: u64,
+    #[serde(with = "humane::duration")]
+    pub body_timeout: Duration,
     /// Longest that a request other than an upload, a download, a stream or a completion may take.
-    pub request_timeout_s: u64,
+    #[serde(with = "humane::duration")]
+    pub request_timeout: Duration,
     /// Longest silence in the middle of an upload.
-    pub upload_idle_timeout_s: u64,
+    #[serde(with = "humane::duration")]
+    pub upload_idle_timeout: Duration,
     /// Longest that an online completion may take.
-    pub online_timeout_s: u64,
+    #[serde(with = "humane::duration")]
+    pub online_timeout: Duration,
     /// Most online completions at once; more are answered 429.
     pub online_requests_max: u32,
     /// Most event streams at once; more are answered 429.
     pub event_streams_max: u32,
     /// Most uploads at once; more are answered 429.
     pub uploads_max: u32,
-    /// Time between looks at the store in an event stream, milliseconds.
-    pub events_poll_ms: u64,
-    /// How long running requests may go on after a cancel.
-    pub cancel_drain_s: u64,
-    /// Days that a batch input file stays unless the upload says otherwise; 0 keeps it.
-    pub batch_file_expires_days: u32,
+    /// Time between looks at the store in an event stream.
+    #[serde(with = "humane::duration")]
+    pub events_poll_every: Duration,
+    /// How long a batch input file stays unless the upload says otherwise; `0s` keeps it.
+    #[serde(with = "humane::duration")]
+    pub batch_file_expires_after: Duration,
     /// Uploads and creates are answered 503 while less than this is free on disk; 0 turns the guard off.
+    #[serde(with = "humane::bytes")]
     pub free_disk_bytes_min: u64,
     /// What `Retry-After` says in 429 and 503 answers.
-    pub retry_after_s: u64,
+    #[serde(with = "humane::duration")]
+    pub retry_after: Duration,
 }
 
 impl Default for ApiConfig {
@@ -64,21 +75,22 @@ impl Default for ApiConfig {
             batch_file_bytes_max: 64 << 30,
             other_file_bytes_max: 512 << 20,
             body_bytes_max: 64 << 20,
-            body_timeout_s: 60,
-            request_timeout_s: 60,
-            upload_idle_timeout_s: 60,
-            online_timeout_s: 1_800,
+            body_timeout: Duration::from_secs(60),
+            request_timeout: Duration::from_secs(60),
+            upload_idle_timeout: Duration::from_secs(60),
+            online_timeout: Duration::from_secs(1_800),
             online_requests_max: 256,
             event_streams_max: 256,
             uploads_max: 64,
-            events_poll_ms: 1_000,
-            cancel_drain_s: 600,
-            batch_file_expires_days: 30,
+            events_poll_every: Duration::from_secs(1),
+            batch_file_expires_after: 30 * DAY,
             free_disk_bytes_min: 1 << 30,
-            retry_after_s: 5,
+            retry_after: Duration::from_secs(5),
         }
     }
 }
+
+const DAY: Duration = Duration::from_secs(86_400);
 
 /// A setting out of its range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -100,26 +112,42 @@ impl ApiConfig {
         if self.host.is_empty() {
             return invalid("host", "\"\"".to_owned(), "an address or a host name");
         }
-        let ranges: [(&'static str, u64, u64, u64); 15] = [
+        let sizes: [(&'static str, u64, u64, u64); 4] = [
             ("batch_file_bytes_max", self.batch_file_bytes_max, 1, 1 << 50),
             ("other_file_bytes_max", self.other_file_bytes_max, 1, 1 << 50),
             ("body_bytes_max", self.body_bytes_max, 1 << 10, 1 << 31),
-            ("body_timeout_s", self.body_timeout_s, 1, 3_600),
-            ("request_timeout_s", self.request_timeout_s, 1, 3_600),
-            ("upload_idle_timeout_s", self.upload_idle_timeout_s, 1, 86_400),
-            ("online_timeout_s", self.online_timeout_s, 1, 86_400),
-            ("online_requests_max", self.online_requests_max.into(), 1, 1 << 20),
-            ("event_streams_max", self.event_streams_max.into(), 1, 1 << 20),
-            ("uploads_max", self.uploads_max.into(), 1, 1 << 20),
-            ("events_poll_ms", self.events_poll_ms, 10, 60_000),
-            ("cancel_drain_s", self.cancel_drain_s, 0, 3_600),
-            ("batch_file_expires_days", self.batch_file_expires_days.into(), 0, 3_650),
             ("free_disk_bytes_min", self.free_disk_bytes_min, 0, 1 << 50),
-            ("retry_after_s", self.retry_after_s, 1, 3_600),
         ];
-        for (key, value, min, max) in ranges {
+        for (key, value, min, max) in sizes {
             if !(min..=max).contains(&value) {
-                return invalid(key, value.to_string(), &format!("{min} to {max}"));
+                let [value, min, max] = [value, min, max].map(humane::format_bytes);
+                return invalid(key, value, &format!("{min} to {max}"));
+            }
+        }
+        let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
+        let times: [(&'static str, Duration, Duration, Duration); 7] = [
+            ("body_timeout", self.body_timeout, second, hour),
+            ("request_timeout", self.request_timeout, second, hour),
+            ("upload_idle_timeout", self.upload_idle_timeout, Duration::from_millis(10), DAY),
+            ("online_timeout", self.online_timeout, Duration::from_millis(10), DAY),
+            ("events_poll_every", self.events_poll_every, Duration::from_millis(10), Duration::from_secs(60)),
+            ("batch_file_expires_after", self.batch_file_expires_after, Duration::ZERO, 3_650 * DAY),
+            ("retry_after", self.retry_after, second, hour),
+        ];
+        for (key, value, min, max) in times {
+            if !(min..=max).contains(&value) {
+                let [value, min, max] = [value, min, max].map(humane::format_duration);
+                return invalid(key, value, &format!("{min} to {max}"));
+            }
+        }
+        let counts = [
+            ("online_requests_max", self.online_requests_max),
+            ("event_streams_max", self.event_streams_max),
+            ("uploads_max", self.uploads_max),
+        ];
+        for (key, value) in counts {
+            if !(1..=1 << 20).contains(&value) {
+                return invalid(key, value.to_string(), "1 to 1048576");
             }
         }
         let keys = self.api_keys.iter().chain(&self.read_only_api_keys);
@@ -179,13 +207,15 @@ mod tests {
         assert_eq!(ApiConfig::default().validate(), Ok(()));
         assert!(serde_json::from_str::<ApiConfig>(r#"{"prot": 1}"#).is_err());
         assert_eq!(serde_json::from_str::<ApiConfig>("{}").unwrap(), ApiConfig::default());
+        let text = serde_json::to_string(&ApiConfig::default()).unwrap();
+        assert_eq!(serde_json::from_str::<ApiConfig>(&text).unwrap(), ApiConfig::default());
     }
 
     #[test]
     fn value_out_of_range_is_named_with_its_range() {
-        let config = ApiConfig { request_timeout_s: 0, ..ApiConfig::default() };
+        let config = ApiConfig { request_timeout: Duration::ZERO, ..ApiConfig::default() };
         let refused = config.validate().unwrap_err();
-        assert_eq!(refused.to_string(), "api.request_timeout_s is 0, allowed is 1 to 3600");
+        assert_eq!(refused.to_string(), "api.request_timeout is 0ms, allowed is 1s to 1h");
     }
 
     #[test]

@@ -97,7 +97,7 @@ pub(crate) fn routes(time_limit: Duration) -> Routes {
 pub fn router(parts: ApiState) -> Result<Router, Error> {
     let state: Shared = Arc::new(Inner::new(parts)?);
     let extra = state.parts.extra.clone();
-    let inner = routes(Duration::from_secs(state.parts.config.request_timeout_s))
+    let inner = routes(state.parts.config.request_timeout)
         .router
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(Arc::clone(&state))

@@ -8,6 +8,7 @@ use overnight_blobs::Blobs;
 use overnight_store::{LiveWorker, Store};
 use overnight_types::Limits;
 use overnight_worker::generate::Generate;
+use overnight_worker::mapper::Mapper;
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
@@ -27,10 +28,14 @@ pub struct ApiState {
     pub blobs: Blobs,
     /// What answers online requests; `None` on a front without an engine.
     pub generate: Option<Arc<dyn Generate>>,
+    /// Makes requests of bodies for `generate`.
+    pub mapper: Option<Mapper>,
     /// The `[api]` section.
     pub config: ApiConfig,
     /// Limits of intake.
     pub limits: Limits,
+    /// How long a cancelled job's running items may finish (`worker.cancel_drain`).
+    pub cancel_drain: Duration,
     /// Names of configured models; live workers' and the engine's come on top.
     pub models: Vec<String>,
     /// Shown by `/version` and in `system_fingerprint`.
@@ -75,8 +80,7 @@ impl Inner {
     pub(crate) fn new(parts: ApiState) -> Result<Self, Error> {
         parts.config.validate()?;
         let config = &parts.config;
-        let retry_after = Duration::from_secs(config.retry_after_s);
-        let gate = |what, max, setting| Gate::new(what, max, setting, retry_after);
+        let gate = |what, max, setting| Gate::new(what, max, setting, config.retry_after);
         Ok(Self {
             keys: Keys::load(config)?,
             online: gate("online requests", config.online_requests_max, "api.online_requests_max"),
@@ -99,7 +103,7 @@ impl Inner {
     }
 
     pub(crate) fn retry_after(&self) -> Duration {
-        Duration::from_secs(self.parts.config.retry_after_s)
+        self.parts.config.retry_after
     }
 
     /// 503 while the disk is too full to take more.

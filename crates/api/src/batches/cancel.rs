@@ -1,7 +1,5 @@
 //! `POST /v1/batches/{batch_id}/cancel`.
 
-use std::time::Duration;
-
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, State};
@@ -31,8 +29,7 @@ pub(crate) async fn cancel(
             return Err(ApiError::invalid("mode", message).code("invalid_value"));
         }
     };
-    let drain = Duration::from_secs(state.parts.config.cancel_drain_s);
-    match state.parts.store.cancel_job_if_active(job, mode, drain).await? {
+    match state.parts.store.cancel_job_if_active(job, mode, state.parts.cancel_drain).await? {
         Guarded::Applied(job) => super::show(&state, &job).await,
         Guarded::Lost { now } => Err(super::refuse(&id, now, "batch_not_cancellable", "cancel")),
     }

@@ -14,7 +14,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use overnight_blobs::{BlobWriter, ObjectName};
 use overnight_store::{File, FilePurpose, NewFile};
-use overnight_types::{FileId, chain};
+use overnight_types::{FileId, chain, humane};
 
 use super::multipart::{FormError, Multipart, Part, boundary_of};
 use super::object::FileObject;
@@ -195,8 +195,8 @@ async fn store(state: &Inner, id: FileId, writer: BlobWriter, new: NewFile) -> R
 }
 
 fn default_expiry(state: &Inner, purpose: FilePurpose) -> Option<u64> {
-    let days = u64::from(state.parts.config.batch_file_expires_days);
-    (purpose == FilePurpose::Batch && days > 0).then_some(days * 86_400)
+    let seconds = state.parts.config.batch_file_expires_after.as_secs();
+    (purpose == FilePurpose::Batch && seconds > 0).then_some(seconds)
 }
 
 fn parse_purpose(text: &str) -> Result<FilePurpose> {
@@ -274,12 +274,12 @@ fn refused_form(error: FormError) -> ApiError {
 
 /// One wait for the network, within the idle limit.
 async fn bounded<T>(state: &Inner, read: impl Future<Output = Result<T, FormError>>) -> Result<T> {
-    let seconds = state.parts.config.upload_idle_timeout_s;
-    match tokio::time::timeout(Duration::from_secs(seconds), read).await {
+    let limit = state.parts.config.upload_idle_timeout;
+    match tokio::time::timeout(limit, read).await {
         Ok(read) => read.map_err(refused_form),
         Err(_) => {
-            let message =
-                format!("nothing of the upload arrived for {seconds} s, the limit set by api.upload_idle_timeout_s");
+            let limit = humane::format_duration(limit);
+            let message = format!("nothing of the upload arrived for {limit}, set by api.upload_idle_timeout");
             Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, message).code("upload_timeout"))
         }
     }

@@ -84,12 +84,12 @@ impl Error {
     }
 
     /// Wraps a store failure; `doing` reads after "could not".
-    pub fn store(doing: &'static str) -> impl FnOnce(overnight_store::Error) -> Error {
+    pub fn store(doing: &'static str) -> impl Fn(overnight_store::Error) -> Error + Copy {
         move |source| Error::Store { doing, source }
     }
 
     /// Wraps an object store failure; `doing` reads after "could not".
-    pub fn blobs(doing: &'static str) -> impl FnOnce(overnight_blobs::Error) -> Error {
+    pub fn blobs(doing: &'static str) -> impl Fn(overnight_blobs::Error) -> Error + Copy {
         move |source| Error::Blobs { doing, source }
     }
 }

@@ -5,14 +5,30 @@
 //! write carries its lease's epoch, so a late one changes nothing; an item gets
 //! exactly one outcome, though it may be computed more than once.
 //! Knows nothing about HTTP serving and not which database it writes to.
+//! Start with `shard_run.rs`: lease, read, generate, write the segment, commit.
 
 pub mod config;
 pub mod error;
+pub mod failpoints;
 pub mod generate;
 pub mod instant;
+pub mod lifecycle;
 pub mod lock;
 pub mod mapper;
 pub mod remote;
 
+mod checkpoint;
+mod claim;
+mod feed;
+mod outcome;
+mod pool;
+mod prepare;
+mod renewal;
+mod shard_run;
+mod window;
+mod worker;
+
 pub use config::WorkerConfig;
 pub use error::Error;
+pub use window::WindowStatus;
+pub use worker::{WorkerHandle, WorkerParts, WorkerStatus, start};

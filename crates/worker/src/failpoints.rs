@@ -1,0 +1,41 @@
+//! The places where a crash is tried: each step of the durable path between
+//! reading, object, commit and cleanup. With the cargo feature `failpoints` the
+//! `fail` crate acts there as told (`FAILPOINTS=worker::segment_before_put=…`);
+//! without it they are nothing.
+
+/// Every place, for tests that try each one. A test compares this with the code.
+pub const ALL: &[&str] = &[
+    "worker::shard_claimed",
+    "worker::input_read",
+    "worker::items_prepared",
+    "worker::requests_submitted",
+    "worker::outputs_collected",
+    "worker::segment_before_put",
+    "worker::segment_after_put",
+    "worker::segment_after_commit",
+    "worker::faults_before_record",
+    "worker::faults_after_record",
+    "worker::probe_before_set",
+    "worker::probe_after_set",
+    "worker::shard_before_release",
+    "worker::shard_after_release",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn list_names_every_place_in_the_code() {
+        let sources = [include_str!("shard_run.rs"), include_str!("checkpoint.rs"), include_str!("feed.rs")];
+        let mut found: Vec<&str> = sources
+            .iter()
+            .flat_map(|source| source.split("fail_point!(\"").skip(1))
+            .map(|rest| rest.split('"').next().unwrap())
+            .collect();
+        let mut listed = ALL.to_vec();
+        found.sort_unstable();
+        listed.sort_unstable();
+        assert_eq!(found, listed);
+    }
+}

@@ -1,0 +1,213 @@
+//! Lifecycle steps: work on whole jobs that the tables say is due.
+//!
+//! Invariants: a step runs under a lease of its job that is renewed beside it; a
+//! step is repeatable, so that it may be dropped at any await and run again.
+//! Start with [`run_work`]; the steps themselves are plain functions in the
+//! modules, which know nothing about pools.
+
+pub mod expire;
+pub mod sweep;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures::future::BoxFuture;
+use overnight_blobs::Blobs;
+use overnight_store::{Guarded, StepKind, StepLease, Store};
+use overnight_types::{Class, chain};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::Error;
+use crate::claim::Idle;
+use crate::pool::Source;
+use crate::worker::Shared;
+
+/// A step that failed in a way that will not heal is tried again this rarely.
+const DAMAGED_RETRY: Duration = Duration::from_secs(60);
+const STEP_RETRY: Duration = Duration::from_secs(2);
+/// How often due expiries and dead leases are looked for.
+const EXPIRE_EVERY: Duration = Duration::from_secs(5);
+
+/// What a step works with.
+#[derive(Debug, Clone)]
+pub struct StepContext {
+    /// The truth.
+    pub store: Arc<dyn Store>,
+    /// Objects.
+    pub blobs: Blobs,
+    /// Models configured here; those of live workers are read from the store.
+    pub known_models: Vec<String>,
+    /// Engine, version and model digest, in words.
+    pub producer: String,
+}
+
+/// One piece of lifecycle work.
+#[derive(Debug)]
+pub(crate) enum LifecycleWork {
+    /// A leased step of a job.
+    Step(Box<StepLease>),
+    /// Look for jobs past their window and for leases of the dead.
+    Expire,
+    /// Remove what nothing needs any more.
+    Sweep,
+}
+
+/// Claims steps that are due.
+#[derive(Debug)]
+pub(crate) struct StepSource {
+    shared: Arc<Shared>,
+    /// When to expire and to sweep next.
+    due: Mutex<(Instant, Instant)>,
+}
+
+impl StepSource {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        let now = Instant::now();
+        let due = Mutex::new((now, now + shared.config.sweep_every));
+        Self { shared, due }
+    }
+
+    fn take_due(&self) -> Option<LifecycleWork> {
+        let now = Instant::now();
+        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let (expire_at, sweep_at) = &mut *due;
+        if *expire_at <= now {
+            *expire_at = now + EXPIRE_EVERY.min(self.shared.config.poll_every * 5);
+            return Some(LifecycleWork::Expire);
+        }
+        if *sweep_at <= now {
+            *sweep_at = now + self.shared.config.sweep_every;
+            return Some(LifecycleWork::Sweep);
+        }
+        None
+    }
+
+    async fn claim(self: Arc<Self>) -> Option<LifecycleWork> {
+        let shared = &self.shared;
+        let mut idle = Idle::new(shared.clone());
+        loop {
+            if shared.stop_claiming.is_cancelled() {
+                return None;
+            }
+            if let Some(work) = self.take_due() {
+                return Some(work);
+            }
+            let woken = idle.woken();
+            let claim = shared.store.claim_step(shared.id, shared.config.lease_ttl);
+            match tokio::time::timeout(shared.config.lease_ttl, claim).await {
+                Ok(Ok(Some(lease))) => return Some(LifecycleWork::Step(Box::new(lease))),
+                Ok(Ok(None)) => idle.wait_for(woken).await?,
+                Ok(Err(err)) => idle.wait_after_error("lease a step", &chain(&err)).await?,
+                Err(_) => idle.wait_after_error("lease a step", "the database did not answer in time").await?,
+            }
+        }
+    }
+}
+
+impl Source for StepSource {
+    type Work = LifecycleWork;
+
+    fn next(self: Arc<Self>) -> BoxFuture<'static, Option<LifecycleWork>> {
+        Box::pin(self.claim())
+    }
+
+    fn hand_back(self: Arc<Self>, work: LifecycleWork) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            if let LifecycleWork::Step(lease) = work {
+                release(&self.shared, &lease, Duration::ZERO).await;
+            }
+        })
+    }
+}
+
+/// Runs one piece of work to its end, or until the worker stops.
+pub(crate) async fn run_work(shared: Arc<Shared>, work: LifecycleWork) {
+    let (store, blobs) = (shared.store.as_ref(), &shared.blobs);
+    let stop = shared.stop_steps.clone();
+    match work {
+        LifecycleWork::Step(lease) => run_step(&shared, *lease).await,
+        LifecycleWork::Expire => {
+            if let Some(Err(err)) = stop.run_until_cancelled(expire::expire(store)).await {
+                tracing::warn!(error = %chain(&err), "could not expire jobs, trying again later");
+            }
+        }
+        LifecycleWork::Sweep => match stop.run_until_cancelled(sweep::sweep(store, blobs, &shared.sweep_ages)).await {
+            Some(Ok(swept)) => tracing::info!(?swept, "swept"),
+            Some(Err(err)) => tracing::warn!(error = %chain(&err), "could not sweep, trying again later"),
+            None => {}
+        },
+    }
+}
+
+/// Runs a step in its own task, with its lease renewed beside it.
+async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
+    let context = StepContext {
+        store: shared.store.clone(),
+        blobs: shared.blobs.clone(),
+        known_models: shared.known_models.clone(),
+        producer: shared.producer.clone(),
+    };
+    let started_at = Instant::now();
+    let leased = lease.clone();
+    // Its own task: a step that computes for long must not hold its renewal up.
+    let mut step = AbortOnDropHandle::new(tokio::spawn(async move { step(&context, &leased).await }));
+    let ended = tokio::select! {
+        ended = &mut step => ended,
+        () = renew_until_lost(shared, &lease) => return tracing::warn!(job.id = %lease.job.id, kind = ?lease.kind, "lost the lease of a step"),
+        () = shared.stop_steps.cancelled() => {
+            step.abort();
+            return release(shared, &lease, Duration::ZERO).await;
+        }
+    };
+    let took_s = started_at.elapsed().as_secs_f32();
+    match ended {
+        Ok(Ok(())) => tracing::info!(job.id = %lease.job.id, kind = ?lease.kind, took_s, "step ended"),
+        Ok(Err(err)) if err.class() == Class::Cancelled => {
+            tracing::info!(job.id = %lease.job.id, kind = ?lease.kind, reason = %err, "step gave way");
+            release(shared, &lease, Duration::ZERO).await;
+        }
+        Ok(Err(err)) => {
+            let delay = if err.class() == Class::Permanent { DAMAGED_RETRY } else { STEP_RETRY };
+            tracing::error!(job.id = %lease.job.id, kind = ?lease.kind, error = %chain(&err), "step failed, trying again");
+            release(shared, &lease, delay).await;
+        }
+        Err(err) if err.is_panic() => std::panic::resume_unwind(err.into_panic()),
+        Err(_) => {}
+    }
+    if lease.kind == StepKind::Finalize {
+        let swept = sweep::sweep_job(shared.store.as_ref(), &shared.blobs, lease.job.id, &shared.sweep_ages).await;
+        if let Err(err) = swept {
+            tracing::warn!(error = %chain(&err), "could not sweep after a job's end, trying again later");
+        }
+    }
+}
+
+async fn step(context: &StepContext, lease: &StepLease) -> Result<(), Error> {
+    let _ = (context, lease);
+    Err(Error::Stopped("this build has no such step"))
+}
+
+/// Renews until the lease is lost or its local deadline is over.
+async fn renew_until_lost(shared: &Shared, lease: &StepLease) {
+    let ttl = shared.config.lease_ttl;
+    let mut deadline = Instant::now() + ttl * 9 / 10;
+    loop {
+        tokio::time::sleep(shared.config.renew_every).await;
+        let asked_at = Instant::now();
+        let extended = shared.store.extend_step_if_leased(lease, ttl);
+        match tokio::time::timeout(deadline.saturating_duration_since(asked_at), extended).await {
+            Ok(Ok(Guarded::Applied(()))) => deadline = asked_at + ttl * 9 / 10,
+            Ok(Ok(Guarded::Lost { .. })) | Err(_) => return,
+            Ok(Err(err)) => tracing::warn!(error = %chain(&err), "could not renew a step's lease, trying again"),
+        }
+    }
+}
+
+async fn release(shared: &Shared, lease: &StepLease, delay: Duration) {
+    let released = shared.store.release_step_if_leased(lease, delay);
+    match tokio::time::timeout(shared.config.lease_ttl, released).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(err)) => tracing::warn!(error = %chain(&err), "could not release a step; its lease runs out"),
+        Err(_) => tracing::warn!("the database did not answer the release of a step; its lease runs out"),
+    }
+}

@@ -1,0 +1,210 @@
+//! Removes what nothing needs any more: orphaned segments, unclaimed uploads,
+//! leftovers of killed writes, deleted files and jobs, old attempts.
+//!
+//! Invariants: an object goes only when no row names it and no writer that could
+//! still name it is left (its epoch is fenced, or its shard or job has ended), and
+//! only after an age that outlasts any write under way. Every statement is bounded.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use futures::TryStreamExt;
+use overnight_blobs::{Blobs, Listed, ObjectName, Prefix};
+use overnight_store::Store;
+use overnight_types::{FileId, JobId, JobState, ShardIndex, ShardState, Timestamp};
+
+use crate::Error;
+
+/// Rows or names per statement.
+const PIECE: u32 = 200;
+/// Pieces of one kind in one sweep; the rest waits for the next.
+const PIECES_MAX: u32 = 500;
+
+/// How old a thing must be before it may go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SweepAges {
+    /// Segments and intake runs that no row names.
+    pub orphans: Duration,
+    /// Objects under `files/` without a row, and leftovers of killed writes.
+    pub unclaimed: Duration,
+}
+
+impl Default for SweepAges {
+    fn default() -> Self {
+        Self { orphans: Duration::from_secs(3600), unclaimed: Duration::from_secs(24 * 3600) }
+    }
+}
+
+/// How many things a sweep removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Swept {
+    /// Segments and intake runs that no row names.
+    pub orphans: u64,
+    /// Objects under `files/` that nobody claimed.
+    pub unclaimed: u64,
+    /// Leftovers of killed writes.
+    pub leftovers: u64,
+    /// Deleted or expired files.
+    pub files: u64,
+    /// Deleted jobs whose last row went.
+    pub jobs: u64,
+    /// Rows of old attempts.
+    pub attempts: u64,
+}
+
+/// Sweeps everything once.
+pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result<Swept, Error> {
+    let mut swept = Swept {
+        files: sweep_files(store, blobs).await?,
+        jobs: sweep_deleted_jobs(store, blobs).await?,
+        attempts: prune_attempts(store).await?,
+        unclaimed: sweep_unclaimed(store, blobs, ages.unclaimed).await?,
+        ..Swept::default()
+    };
+    let leftovers = blobs.sweep_leftovers(ages.unclaimed).await.map_err(Error::blobs("sweep leftovers"))?;
+    swept.leftovers = u64::from(leftovers);
+    swept.orphans = sweep_orphans(store, blobs, Prefix::Jobs, ages.orphans).await?;
+    Ok(swept)
+}
+
+/// Sweeps one job's orphans; run after its end.
+pub async fn sweep_job(store: &dyn Store, blobs: &Blobs, job: JobId, ages: &SweepAges) -> Result<u64, Error> {
+    sweep_orphans(store, blobs, Prefix::Job(job), ages.orphans).await
+}
+
+async fn sweep_files(store: &dyn Store, blobs: &Blobs) -> Result<u64, Error> {
+    let mut removed = 0;
+    for _ in 0..PIECES_MAX {
+        let files = store.list_removable_files(PIECE).await.map_err(Error::store("list removable files"))?;
+        for id in &files {
+            // The object first: a row without an object would be swept again, an object without a row not at once.
+            blobs.delete(&ObjectName::file(*id)).await.map_err(Error::blobs("delete a file"))?;
+            store.forget_file(*id).await.map_err(Error::store("forget a file"))?;
+        }
+        removed += files.len() as u64;
+        if files.len() < PIECE as usize {
+            break;
+        }
+    }
+    Ok(removed)
+}
+
+async fn sweep_deleted_jobs(store: &dyn Store, blobs: &Blobs) -> Result<u64, Error> {
+    let mut removed = 0;
+    for _ in 0..PIECES_MAX {
+        let before = removed;
+        let gone = store.purge_deleted_jobs(PIECE).await.map_err(Error::store("purge deleted jobs"))?;
+        for job in gone {
+            delete_all(blobs, Prefix::Job(job)).await?;
+            removed += 1;
+        }
+        if removed == before {
+            break;
+        }
+    }
+    Ok(removed)
+}
+
+async fn delete_all(blobs: &Blobs, prefix: Prefix) -> Result<(), Error> {
+    let listed = blobs.list(prefix).map_err(Error::blobs("list objects"));
+    listed
+        .try_for_each(|object| async move {
+            blobs.delete(&object.name).await.map_err(Error::blobs("delete an object of a deleted job"))
+        })
+        .await
+}
+
+async fn prune_attempts(store: &dyn Store) -> Result<u64, Error> {
+    let mut pruned = 0;
+    for _ in 0..PIECES_MAX {
+        let rows = store.prune_attempts(PIECE).await.map_err(Error::store("prune attempts"))?;
+        pruned += u64::from(rows);
+        if rows < PIECE {
+            break;
+        }
+    }
+    Ok(pruned)
+}
+
+async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, age: Duration) -> Result<u64, Error> {
+    let now = Timestamp::now();
+    let listed = blobs.list(Prefix::Files).map_err(Error::blobs("list files"));
+    let old = listed.try_filter_map(|object| async move {
+        let id = match object.name {
+            ObjectName::File(id) if is_old(&object, now, age) => Some(id),
+            _ => None,
+        };
+        Ok(id)
+    });
+    let mut pieces = std::pin::pin!(old.try_chunks(PIECE as usize));
+    let mut removed = 0;
+    while let Some(ids) = pieces.try_next().await.map_err(|err| err.1)? {
+        let known: HashSet<FileId> =
+            store.known_files(&ids).await.map_err(Error::store("find files"))?.into_iter().collect();
+        for id in ids.iter().filter(|id| !known.contains(id)) {
+            blobs.delete(&ObjectName::file(*id)).await.map_err(Error::blobs("delete an unclaimed file"))?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}
+
+fn is_old(object: &Listed, now: Timestamp, age: Duration) -> bool {
+    now.since(object.modified) >= age
+}
+
+/// Rows of the shard whose objects are being listed.
+struct ShardRows {
+    job: JobId,
+    shard: ShardIndex,
+    /// `None` when the shard's row is gone.
+    fenced_below: Option<(u64, bool)>,
+    named: HashSet<ObjectName>,
+}
+
+async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Duration) -> Result<u64, Error> {
+    let now = Timestamp::now();
+    let mut listed = blobs.list(prefix);
+    let mut rows: Option<ShardRows> = None;
+    let mut removed = 0;
+    while let Some(object) = listed.try_next().await.map_err(Error::blobs("list objects"))? {
+        if !is_old(&object, now, age) {
+            continue;
+        }
+        let is_orphan = match object.name {
+            ObjectName::Segment { job, shard, epoch, .. } => {
+                let known = match rows.take().filter(|rows| (rows.job, rows.shard) == (job, shard)) {
+                    Some(known) => known,
+                    None => shard_rows(store, job, shard).await?,
+                };
+                let fenced = known.fenced_below.is_none_or(|(below, ended)| ended || epoch.0 < below);
+                let is_orphan = fenced && !known.named.contains(&object.name);
+                rows = Some(known);
+                is_orphan
+            }
+            // Only a job in validation still needs them.
+            ObjectName::IntakeRun { job, .. } => {
+                let job = store.find_job(job).await.map_err(Error::store("find a job"))?;
+                job.is_none_or(|job| job.state != JobState::Validating && job.in_progress_at.is_some() || job.state.is_terminal())
+            }
+            _ => false,
+        };
+        if is_orphan {
+            blobs.delete(&object.name).await.map_err(Error::blobs("delete an orphan"))?;
+            removed += 1;
+        }
+    }
+    Ok(removed)
+}
+
+async fn shard_rows(store: &dyn Store, job: JobId, shard: ShardIndex) -> Result<ShardRows, Error> {
+    // The shard first: a segment committed after this look has an epoch that is not below it.
+    let row = store.find_shard(job, shard).await.map_err(Error::store("find a shard"))?;
+    let fenced_below = row.map(|row| (row.epoch.0, row.state == ShardState::Done));
+    let segments = store.list_segments_of_shard(job, shard).await.map_err(Error::store("list segments"))?;
+    let name = |segment: &overnight_store::Segment| {
+        let new = &segment.new;
+        ObjectName::segment(job, shard, new.epoch, new.seq, &new.sha256)
+    };
+    Ok(ShardRows { job, shard, fenced_below, named: segments.iter().map(name).collect() })
+}

@@ -1,0 +1,202 @@
+//! From a shard's bytes to items ready to run: split into lines, read the
+//! envelope, map the body. Pure work on the processor, run on blocking threads.
+
+use std::hash::{Hash, Hasher};
+
+use bytes::Bytes;
+use overnight_blobs::envelope::Envelope;
+use overnight_blobs::lines;
+use overnight_engine::request::Class;
+use overnight_store::NewShard;
+use overnight_types::{Bitmap, Endpoint, JobId, Timestamp};
+use uuid::Uuid;
+
+use crate::generate::Input;
+use crate::mapper::{Mapper, PrepareOptions, Prepared, Refusal};
+
+/// One input line of a shard, by the item's bit.
+#[derive(Debug, Clone)]
+pub(crate) struct InputLine {
+    pub(crate) bit: u32,
+    pub(crate) content: Bytes,
+}
+
+/// Cuts a shard's bytes into the lines of its undone items.
+///
+/// Errors in words when there are not as many lines as items: the input is not
+/// what intake read.
+pub(crate) fn split(bytes: &Bytes, cut: &NewShard, done: &Bitmap) -> Result<Vec<InputLine>, String> {
+    let mut found = 0u32;
+    let mut undone = Vec::with_capacity((cut.num_items - done.count_ones().min(cut.num_items)) as usize);
+    for line in lines::items(bytes, cut.byte_offset, cut.first_line) {
+        let bit = found;
+        found += 1;
+        if bit >= cut.num_items || done.get(bit) {
+            continue;
+        }
+        // Lines over the limit never passed intake, so every line has its content here.
+        let Some(content) = line.content else { return Err(format!("line {} is too long", line.number)) };
+        undone.push(InputLine { bit, content: bytes.slice_ref(content) });
+    }
+    match found == cut.num_items {
+        true => Ok(undone),
+        false => Err(format!("{found} lines where validation found {}", cut.num_items)),
+    }
+}
+
+/// What every item of a shard is prepared with.
+#[derive(Debug, Clone)]
+pub(crate) struct Recipe {
+    pub(crate) mapper: Mapper,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) job: JobId,
+    pub(crate) first_item: u64,
+    pub(crate) round: u32,
+    /// Unique to the lease; with the item's index it names the answer.
+    pub(crate) lease: Uuid,
+}
+
+/// An item after preparation.
+#[derive(Debug)]
+pub(crate) struct ReadyItem {
+    pub(crate) bit: u32,
+    /// The JSON string token as it stands in the line.
+    pub(crate) custom_id: Bytes,
+    pub(crate) work: Work,
+}
+
+/// What is to be done for an item.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// Run it. Boxed: it is many times larger than the others.
+    Run(Box<Prepared>, Option<MergeKey>),
+    /// Its answer is a refusal.
+    Refused(Refusal),
+    /// Its line is not what intake read; in words.
+    Changed(String),
+}
+
+/// Requests with equal keys may be equal; see [`is_same`].
+pub(crate) type MergeKey = u64;
+
+impl Recipe {
+    /// Prepares lines in order.
+    pub(crate) fn prepare(&self, lines: &[InputLine]) -> Vec<ReadyItem> {
+        let created = Timestamp::now().unix_seconds();
+        let lease = self.lease.simple().to_string();
+        lines.iter().map(|line| self.prepare_line(line, &lease, created)).collect()
+    }
+
+    fn prepare_line(&self, line: &InputLine, lease: &str, created: i64) -> ReadyItem {
+        let (custom_id, body) = match Envelope::parse(&line.content) {
+            Ok(Envelope { custom_id: Some(custom_id), body: Some(body), .. }) => {
+                (line.content.slice_ref(custom_id.token), body.token)
+            }
+            Ok(_) => return changed(line.bit, "custom_id or body is missing".to_owned()),
+            Err(fault) => return changed(line.bit, fault.to_string()),
+        };
+        let item = self.first_item + u64::from(line.bit);
+        let request_id = format!("{lease}{:06x}", line.bit);
+        let options = PrepareOptions {
+            class: Class::Job,
+            allow_stream: false,
+            seed: seed_of(self.job, self.round, item),
+            request_id: &request_id,
+            created,
+        };
+        let work = match self.mapper.prepare(self.endpoint, body, options) {
+            Ok(prepared) => {
+                let merge = merge_key(&prepared);
+                Work::Run(Box::new(prepared), merge)
+            }
+            Err(refusal) => Work::Refused(refusal),
+        };
+        ReadyItem { bit: line.bit, custom_id, work }
+    }
+}
+
+fn changed(bit: u32, why: String) -> ReadyItem {
+    ReadyItem { bit, custom_id: Bytes::from_static(b"null"), work: Work::Changed(why) }
+}
+
+/// The seed of an item that names none: the same in every try of a round, so that
+/// a crash does not change its text; below 2^53, so that any JSON reader keeps it.
+fn seed_of(job: JobId, round: u32, item: u64) -> u64 {
+    let (high, low) = job.uuid().as_u64_pair();
+    let mut seed = 0;
+    for word in [high, low, u64::from(round), item] {
+        // SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014).
+        seed = (seed ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        seed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        seed = (seed ^ (seed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        seed ^= seed >> 31;
+    }
+    seed >> 11
+}
+
+/// A key for single greedy token requests, whose answers depend on nothing else.
+fn merge_key(prepared: &Prepared) -> Option<MergeKey> {
+    let [request] = prepared.requests.as_slice() else { return None };
+    let Input::Tokens(request) = &request.input else { return None };
+    if !request.sampling.is_greedy() {
+        return None;
+    }
+    let mut hasher = std::hash::DefaultHasher::new();
+    request.prompt.hash(&mut hasher);
+    request.stop.max_tokens.hash(&mut hasher);
+    Some(hasher.finish())
+}
+
+/// Whether two requests that may be merged differ in nothing but id and seed.
+pub(crate) fn is_same(a: &Input, b: &Input) -> bool {
+    let (Input::Tokens(a), Input::Tokens(b)) = (a, b) else { return false };
+    let mut a = a.clone();
+    (a.id, a.sampling.seed) = (b.id, b.sampling.seed);
+    a == *b
+}
+
+#[cfg(test)]
+mod tests {
+    use overnight_types::{ItemIndex, ShardIndex};
+
+    use super::*;
+
+    fn cut(num_items: u32, bytes: &[u8]) -> NewShard {
+        NewShard {
+            shard: ShardIndex(0),
+            first_item: ItemIndex(0),
+            num_items,
+            first_line: 1,
+            byte_offset: 0,
+            byte_len: bytes.len() as u64,
+        }
+    }
+
+    #[test]
+    fn lines_of_done_items_are_left_out_and_blank_ones_do_not_count() {
+        let bytes = Bytes::from_static(b"{\"a\":1}\n\n{\"b\":2}\r\n  \n{\"c\":3}");
+        let mut done = Bitmap::new(3);
+        done.set(1);
+        let lines = split(&bytes, &cut(3, &bytes), &done).unwrap();
+        let found: Vec<(u32, &[u8])> = lines.iter().map(|line| (line.bit, line.content.as_ref())).collect();
+        assert_eq!(found, [(0, b"{\"a\":1}".as_slice()), (2, b"{\"c\":3}".as_slice())]);
+    }
+
+    #[test]
+    fn another_number_of_lines_is_a_changed_input() {
+        let bytes = Bytes::from_static(b"{}\n{}\n");
+        assert!(split(&bytes, &cut(3, &bytes), &Bitmap::new(3)).is_err());
+        assert!(split(&bytes, &cut(1, &bytes), &Bitmap::new(1)).is_err());
+    }
+
+    #[test]
+    fn drawn_seeds_differ_between_items_and_rounds_and_stay_exact_in_json() {
+        let job = JobId::new();
+        let mut seeds: Vec<u64> = (0..1_000).flat_map(|item| [seed_of(job, 1, item), seed_of(job, 2, item)]).collect();
+        assert!(seeds.iter().all(|seed| *seed < 1 << 53));
+        assert_eq!(seed_of(job, 1, 7), seed_of(job, 1, 7));
+        seeds.sort_unstable();
+        seeds.dedup();
+        assert_eq!(seeds.len(), 2_000);
+    }
+}

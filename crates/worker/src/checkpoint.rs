@@ -37,8 +37,7 @@ impl Unwritten {
     }
 
     pub(crate) fn is_due(&self, items_max: u32, bytes_max: u64, every: Duration) -> bool {
-        let full =
-            |writer: &SegmentWriter| writer.num_records() >= items_max || writer.num_bytes() >= bytes_max;
+        let full = |writer: &SegmentWriter| writer.num_records() >= items_max || writer.num_bytes() >= bytes_max;
         self.writer.as_ref().is_some_and(full)
             || self.faults.len() >= items_max as usize
             || self.due_at(every).is_some_and(|due_at| due_at <= Instant::now())

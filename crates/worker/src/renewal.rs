@@ -208,7 +208,10 @@ pub(crate) async fn renew(
         next_renewal = now + config.renew_every;
         let keys = leases.keys();
         if progress.is_stalled(generate.as_ref(), config.engine_stall_max, now) {
-            tracing::error!(leases = keys.len(), "the engine has work and makes no progress: its leases are not renewed");
+            tracing::error!(
+                leases = keys.len(),
+                "the engine has work and makes no progress: its leases are not renewed"
+            );
             continue;
         }
         if keys.is_empty() {
@@ -229,12 +232,7 @@ pub(crate) async fn renew(
 }
 
 /// Reads the states of running jobs each `signals_every` until `stop`.
-pub(crate) async fn watch_jobs(
-    store: Arc<dyn Store>,
-    leases: Leases,
-    config: WorkerConfig,
-    stop: CancellationToken,
-) {
+pub(crate) async fn watch_jobs(store: Arc<dyn Store>, leases: Leases, config: WorkerConfig, stop: CancellationToken) {
     while stop.run_until_cancelled(tokio::time::sleep(config.signals_every)).await.is_some() {
         let jobs = leases.jobs();
         if jobs.is_empty() {

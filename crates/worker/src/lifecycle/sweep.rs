@@ -185,7 +185,9 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
             // Only a job in validation still needs them.
             ObjectName::IntakeRun { job, .. } => {
                 let job = store.find_job(job).await.map_err(Error::store("find a job"))?;
-                job.is_none_or(|job| job.state != JobState::Validating && job.in_progress_at.is_some() || job.state.is_terminal())
+                job.is_none_or(|job| {
+                    job.state != JobState::Validating && job.in_progress_at.is_some() || job.state.is_terminal()
+                })
             }
             _ => false,
         };

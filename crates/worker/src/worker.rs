@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use overnight_blobs::Blobs;
 use overnight_store::{JobQuery, NewWorker, Store};
-use overnight_types::{JobState, WorkerId, chain};
+use overnight_types::{JobState, Limits, WorkerId, chain};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -40,6 +40,8 @@ pub struct WorkerParts {
     pub known_models: Vec<String>,
     /// What made the outcomes, in words, for segments and manifests: engine, version, model digest.
     pub producer: String,
+    /// What intake accepts and how it cuts shards.
+    pub limits: Limits,
     /// This machine's name.
     pub host: String,
     /// The data folder, for lock files.
@@ -72,6 +74,7 @@ pub(crate) struct Shared {
     pub(crate) config: WorkerConfig,
     pub(crate) known_models: Vec<String>,
     pub(crate) producer: String,
+    pub(crate) limits: Limits,
     pub(crate) window: Window,
     pub(crate) leases: Leases,
     pub(crate) retries: crate::outcome::RetryBudgets,
@@ -135,6 +138,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         mapper: parts.mapper,
         known_models: parts.known_models,
         producer: parts.producer,
+        limits: parts.limits,
         window,
         leases: Leases::default(),
         retries: crate::outcome::RetryBudgets::default(),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use futures::future::BoxFuture;
 use overnight_blobs::Blobs;
 use overnight_store::{Guarded, StepKind, StepLease, Store};
-use overnight_types::{Class, chain};
+use overnight_types::{Class, Limits, chain};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::Error;
@@ -39,6 +39,8 @@ pub struct StepContext {
     pub known_models: Vec<String>,
     /// Engine, version and model digest, in words.
     pub producer: String,
+    /// What intake accepts and how it cuts shards.
+    pub limits: Limits,
 }
 
 /// One piece of lifecycle work.
@@ -146,6 +148,7 @@ async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
         blobs: shared.blobs.clone(),
         known_models: shared.known_models.clone(),
         producer: shared.producer.clone(),
+        limits: shared.limits.clone(),
     };
     let started_at = Instant::now();
     let leased = lease.clone();

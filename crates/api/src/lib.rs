@@ -16,6 +16,7 @@ pub mod error;
 mod files;
 mod health;
 mod list_object;
+mod online;
 mod request_id;
 mod router;
 mod state;

@@ -14,7 +14,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::error::{ApiError, Error, Result};
 use crate::state::{ApiState, Inner, Shared};
-use crate::{auth, batches, files, health, request_id};
+use crate::{auth, batches, files, health, online, request_id};
 
 /// Collects routes and remembers what it collected, so that the OpenAPI document can
 /// be held against the truth.
@@ -87,6 +87,19 @@ pub(crate) fn routes(time_limit: Duration) -> Routes {
         .post("/v1/batches/{batch_id}/cancel", batches::cancel)
         .post("/v1/batches/{batch_id}/pause", batches::pause)
         .post("/v1/batches/{batch_id}/resume", batches::resume)
+        .get_stream("/v1/batches/{batch_id}/events", batches::events)
+        .get("/v1/models", online::list_models)
+        .get("/v1/models/{*model}", online::retrieve_model)
+        .post_stream("/v1/chat/completions", online::chat_completions)
+        .post_stream("/v1/completions", online::completions)
+        .post("/v1/embeddings", online::not_built)
+        .post("/v1/rerank", online::not_built)
+        .post("/rerank", online::not_built)
+        .post("/v1/score", online::not_built)
+        .post("/score", online::not_built)
+        .post("/v1/responses", online::not_built)
+        .post("/tokenize", online::tokenize)
+        .post("/detokenize", online::detokenize)
         .get("/health", health::health)
         .get("/ping", health::health)
         .get("/version", health::version)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use overnight_blobs::Blobs;
 use overnight_store::{LiveWorker, Store};
-use overnight_types::Limits;
+use overnight_types::{Limits, Timestamp};
 use overnight_worker::generate::Generate;
 use overnight_worker::mapper::Mapper;
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
@@ -66,6 +66,7 @@ pub(crate) type Shared = Arc<Inner>;
 pub(crate) struct Inner {
     pub(crate) parts: ApiState,
     pub(crate) keys: Keys,
+    pub(crate) started_at: Timestamp,
     pub(crate) online: Gate,
     pub(crate) uploads: Gate,
     pub(crate) event_streams: Gate,
@@ -83,6 +84,7 @@ impl Inner {
         let gate = |what, max, setting| Gate::new(what, max, setting, config.retry_after);
         Ok(Self {
             keys: Keys::load(config)?,
+            started_at: Timestamp::now(),
             online: gate("online requests", config.online_requests_max, "api.online_requests_max"),
             uploads: gate("uploads", config.uploads_max, "api.uploads_max"),
             event_streams: gate("event streams", config.event_streams_max, "api.event_streams_max"),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use overnight_engine::request::{Class, RequestId, TokenOutput};
+pub use overnight_engine::request::{Class, RequestId, TokenOutput};
 use overnight_types::Endpoint;
 use tokio::sync::mpsc;
 

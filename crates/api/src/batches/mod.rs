@@ -3,6 +3,7 @@
 mod cancel;
 mod create;
 mod delete;
+mod events;
 mod list;
 mod object;
 mod pause;
@@ -14,6 +15,7 @@ pub(crate) mod window;
 pub(crate) use cancel::cancel;
 pub(crate) use create::create;
 pub(crate) use delete::delete;
+pub(crate) use events::events;
 pub(crate) use list::list;
 pub(crate) use pause::pause;
 pub(crate) use resume::resume;

@@ -8,16 +8,28 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod blocks;
 pub mod config;
+pub mod door;
+pub mod engine;
 pub mod error;
 pub mod gguf;
+pub mod handle;
 pub mod model;
+pub mod output;
 pub mod request;
+pub mod sampler;
+pub mod scheduler;
+pub mod sequence;
+pub mod step;
 pub mod text;
 pub mod weights;
 
 pub use config::EngineConfig;
+pub use engine::Engine;
 pub use error::Error;
+pub use handle::{EngineHandle, EngineState, EngineStatus};
+pub use output::{Event, Sink};
 pub use request::{
     Finish, FinishReason, Request, RequestError, RequestId, SamplingParams, StopReason, StopRules, TokenLogprob,
     TokenLogprobs, TokenOutput,

@@ -1,0 +1,212 @@
+//! The loop you can see: a step is plan, run, commit.
+//!
+//! Owns the model, the scheduler and the sampler. Synchronous and deterministic: no
+//! clock, no channel, no text. [`crate::handle`] runs it on a thread.
+
+use crate::door::Limits;
+use crate::model::Forward;
+use crate::request::{FinishReason, Request, RequestError, RequestId};
+use crate::sampler::{NotFinite, SampleRow, Sampled, Sampler, Task};
+use crate::scheduler::{Scheduler, SchedulerLimits};
+use crate::sequence::Sequence;
+use crate::step::{PlanRow, SequenceOutput, StepOutput, StepPlan};
+use crate::Error;
+
+/// Continuous batching over one model.
+pub struct Engine {
+    model: Box<dyn Forward>,
+    limits: Limits,
+    scheduler: Scheduler,
+    sampler: Sampler,
+    plan: StepPlan,
+    num_arrived: u64,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// An idle engine; allocates the KV cache. `limits` come from [`Limits::resolve`] for this model.
+    pub fn new(mut model: Box<dyn Forward>, limits: Limits, enable_prefix_caching: bool) -> Result<Self, Error> {
+        model.allocate_kv_cache(limits.num_blocks, limits.block_size)?;
+        let scheduler = Scheduler::new(SchedulerLimits {
+            max_num_seqs: limits.max_num_seqs,
+            max_num_batched_tokens: limits.max_num_batched_tokens,
+            block_size: limits.block_size,
+            num_blocks: limits.num_blocks,
+            enable_prefix_caching,
+        });
+        Ok(Self { model, limits, scheduler, sampler: Sampler::default(), plan: StepPlan::default(), num_arrived: 0 })
+    }
+
+    /// Takes a request, or refuses it for good.
+    pub fn add(&mut self, request: Request) -> Result<(), RequestError> {
+        self.limits.check(&request)?;
+        if self.scheduler.contains(request.id) {
+            return Err(RequestError {
+                transient: false,
+                code: "duplicate_request_id",
+                param: Some("id"),
+                message: format!("request id {} is already in the engine", request.id.0),
+            });
+        }
+        let sequence = Sequence::new(request, self.num_arrived, self.limits.max_model_len, &self.limits.eos_token_ids);
+        self.num_arrived += 1;
+        self.scheduler.add(sequence);
+        Ok(())
+    }
+
+    /// Takes a request out; its end with what it has. An unknown or finished id gives `None` and changes nothing.
+    pub fn cancel(&mut self, id: RequestId) -> Option<SequenceOutput> {
+        let sequence = self.scheduler.remove(self.scheduler.find(id)?);
+        let finish = sequence.finish(FinishReason::Abort, None);
+        Some(SequenceOutput { end: Some(Ok(finish)), ..SequenceOutput::new(&sequence) })
+    }
+
+    /// Computes one step. An error is the device's, not a request's: the engine is of no use after it.
+    pub fn step(&mut self) -> Result<StepOutput, Error> {
+        self.scheduler.plan(&mut self.plan);
+        let mut output = StepOutput {
+            num_decode_rows: self.plan.num_decode_rows,
+            num_prefill_tokens: self.plan.num_tokens() - self.plan.num_decode_rows,
+            num_preempted: self.plan.num_preempted,
+            outputs: Vec::new(),
+        };
+        self.refuse_unplaceable(&mut output);
+        if self.plan.rows.is_empty() {
+            return Ok(output);
+        }
+        let logits = self.model.forward(self.plan.input())?;
+        let sampled = sample(&mut self.sampler, &self.plan, &self.scheduler, logits, &self.limits)?;
+        self.commit(sampled, &mut output);
+        Ok(output)
+    }
+
+    /// Moves each row's sequence on by what the step computed and chose.
+    fn commit(&mut self, sampled: Vec<Result<Sampled, NotFinite>>, output: &mut StepOutput) {
+        let mut sampled = sampled.into_iter();
+        for index in 0..self.plan.rows.len() {
+            let row = self.plan.rows[index];
+            let results = sampled.by_ref().take(row.num_logits as usize);
+            let results: Result<Vec<Sampled>, NotFinite> = results.collect::<Vec<_>>().into_iter().collect();
+            self.scheduler.commit_computed(row.sequence);
+            let moved = match results {
+                Ok(results) => self.commit_row(row, results),
+                Err(NotFinite) => self.fail_row(row),
+            };
+            output.outputs.extend(moved);
+        }
+    }
+
+    /// `results` has one entry per logits row: scored prompt tokens, then the chosen token when there is one.
+    fn commit_row(&mut self, row: PlanRow, mut results: Vec<Sampled>) -> Option<SequenceOutput> {
+        let chosen = if row.samples { results.pop() } else { None };
+        let sequence = self.scheduler.sequence_mut(row.sequence);
+        if sequence.misses_prompt_logprobs() {
+            if sequence.prompt_logprobs.is_empty() {
+                sequence.prompt_logprobs.push(None);
+            }
+            sequence.prompt_logprobs.extend(results.into_iter().map(|scored| scored.logprobs));
+        }
+        let mut moved = SequenceOutput::new(sequence);
+        if let Some(chosen) = chosen {
+            moved.token = Some(chosen.token);
+            moved.logprobs = chosen.logprobs;
+            moved.end = sequence.push_token(chosen.token, &self.limits.eos_token_ids).map(Ok);
+        } else if sequence.max_tokens == 0 && sequence.num_uncomputed() == 0 {
+            moved.end = Some(Ok(sequence.finish(FinishReason::Length, None)));
+        } else {
+            return None;
+        }
+        if sequence.num_output_tokens() <= 1 && sequence.num_prompt_logprobs.is_some() {
+            moved.prompt_logprobs = Some(sequence.prompt_logprobs.clone());
+        }
+        if moved.end.is_some() {
+            self.scheduler.remove(row.sequence);
+        }
+        Some(moved)
+    }
+
+    fn fail_row(&mut self, row: PlanRow) -> Option<SequenceOutput> {
+        let sequence = self.scheduler.remove(row.sequence);
+        let error = RequestError {
+            transient: false,
+            code: "logits_not_finite",
+            param: None,
+            message: format!("{NotFinite} after {} tokens of this sequence", sequence.num_computed),
+        };
+        Some(SequenceOutput { end: Some(Err(error)), ..SequenceOutput::new(&sequence) })
+    }
+
+    /// The door lets nothing in that cannot be placed; should it, the request ends instead of waiting for ever.
+    fn refuse_unplaceable(&mut self, output: &mut StepOutput) {
+        for id in std::mem::take(&mut self.plan.unplaceable) {
+            let sequence = self.scheduler.remove(id);
+            let error = self.limits.kv_cache_exceeded(sequence.num_tokens(), sequence.num_prompt_tokens);
+            output.outputs.push(SequenceOutput { end: Some(Err(error)), ..SequenceOutput::new(&sequence) });
+        }
+    }
+
+    /// The limits that requests are held to.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// The queues, for counts.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// Whether nothing runs or waits.
+    pub fn is_idle(&self) -> bool {
+        self.scheduler.num_running() == 0 && self.scheduler.num_waiting() == 0
+    }
+}
+
+/// One result per row of `logits`, in order.
+fn sample(
+    sampler: &mut Sampler,
+    plan: &StepPlan,
+    scheduler: &Scheduler,
+    logits: &[f32],
+    limits: &Limits,
+) -> Result<Vec<Result<Sampled, NotFinite>>, Error> {
+    let width = limits.logits_width as usize;
+    let num_rows = plan.input().logits_tokens.len();
+    if logits.len() != num_rows * width {
+        let what = format!("the model gave {} logits instead of {num_rows} rows of {width}", logits.len());
+        return Err(Error::Stopped(what));
+    }
+    let row_logits = |index: usize| &logits[index * width..index * width + limits.vocab_size as usize];
+    let mut rows = Vec::with_capacity(num_rows);
+    for row in &plan.rows {
+        let sequence = scheduler.sequence(row.sequence);
+        let num_scored = row.num_logits - u32::from(row.samples);
+        let first_scored = sequence.prompt_logprobs.len().max(1);
+        for at in 0..num_scored as usize {
+            rows.push(SampleRow {
+                logits: row_logits(row.logits_start as usize + at),
+                task: Task::Score(sequence.tokens[first_scored + at]),
+                num_logprobs: sequence.num_prompt_logprobs,
+            });
+        }
+        if row.samples {
+            rows.push(choose_row(sequence, row_logits((row.logits_start + num_scored) as usize)));
+        }
+    }
+    Ok(sampler.sample(&rows))
+}
+
+fn choose_row<'a>(sequence: &'a Sequence, logits: &'a [f32]) -> SampleRow<'a> {
+    let position = sequence.num_output_tokens();
+    let masked = if position < sequence.stop.min_tokens { sequence.ending_ids.as_slice() } else { &[] };
+    let penalties = sequence.penalties.as_ref();
+    SampleRow {
+        logits,
+        task: Task::Choose { sampling: &sequence.sampling, penalties, masked, position },
+        num_logprobs: sequence.num_logprobs,
+    }
+}

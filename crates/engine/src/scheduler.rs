@@ -1,0 +1,437 @@
+//! Decides what is in a step: which sequences, how many tokens of each, on which blocks.
+//!
+//! Decode rows come first, then prefill chunks up to the token budget. Sequences are
+//! served in the order of (class, arrival): it keeps the order it is given. When
+//! blocks run short the last in that order is preempted: its blocks go, and it
+//! prefills again later with the tokens it has.
+//!
+//! Invariants: every sequence is either waiting or running; a block table covers
+//! exactly the computed and scheduled tokens of a running sequence; the first sequence
+//! in order always gets on, so everything ends. Knows token ids and block counts only:
+//! no clock, no channel, no text, no device.
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::blocks::BlockPool;
+use crate::model::BlockId;
+use crate::request::{Class, RequestId};
+use crate::sequence::{Sequence, SequenceId};
+use crate::step::StepPlan;
+
+/// Limits of the scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SchedulerLimits {
+    /// Most rows of a step.
+    pub max_num_seqs: u32,
+    /// Most tokens of a step; at least `max_num_seqs`.
+    pub max_num_batched_tokens: u32,
+    /// Token slots in a block.
+    pub block_size: u32,
+    /// Blocks in the pool.
+    pub num_blocks: u32,
+    /// Finished blocks are found again.
+    pub enable_prefix_caching: bool,
+}
+
+/// Sequences with at most this many tokens to generate are admitted only when there is
+/// room for all of them; of longer ones a share is expected.
+const FULL_LIFETIME_MAX: u32 = 256;
+/// Share of the tokens still allowed that a long generation is expected to use, in tenths.
+const EXPECTED_TENTHS: u32 = 3;
+/// Online sequences admitted before a waiting job's one before one of these takes its turn.
+const PASSED_OVER_MAX: u32 = 8;
+/// Rows of logits per step for logprobs of prompts: they bound the size of the logits.
+const PROMPT_LOGITS_MAX: u32 = 64;
+
+/// Order of service.
+type QueueKey = (Class, u64, SequenceId);
+
+/// What is left for prefill in the step being planned.
+#[derive(Debug)]
+struct Budget {
+    tokens: u32,
+    prompt_logits: u32,
+}
+
+impl Budget {
+    /// Tokens of `wanted` that may be computed for this sequence.
+    fn chunk(&self, sequence: &Sequence, wanted: u32) -> u32 {
+        let limit = if sequence.misses_prompt_logprobs() { self.prompt_logits } else { u32::MAX };
+        wanted.min(self.tokens).min(limit)
+    }
+
+    fn take(&mut self, sequence: &Sequence, chunk: u32) {
+        self.tokens -= chunk;
+        if sequence.misses_prompt_logprobs() {
+            self.prompt_logits -= chunk;
+        }
+    }
+}
+
+/// The queues and the block pool.
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: SchedulerLimits,
+    pool: BlockPool,
+    slots: Vec<Option<Sequence>>,
+    free_slots: Vec<SequenceId>,
+    by_id: HashMap<RequestId, SequenceId>,
+    waiting: BTreeSet<QueueKey>,
+    /// In order of service.
+    running: Vec<QueueKey>,
+    num_passed_over: u32,
+    num_preemptions: u64,
+    num_prefix_queries: u64,
+    num_prefix_hits: u64,
+    found: Vec<BlockId>,
+}
+
+impl Scheduler {
+    /// An empty scheduler over a pool of free blocks.
+    pub fn new(limits: SchedulerLimits) -> Self {
+        assert!(limits.max_num_batched_tokens >= limits.max_num_seqs, "every decode row needs a token of the budget");
+        Self {
+            pool: BlockPool::new(limits.num_blocks, limits.block_size, limits.enable_prefix_caching),
+            limits,
+            slots: Vec::new(),
+            free_slots: Vec::new(),
+            by_id: HashMap::new(),
+            waiting: BTreeSet::new(),
+            running: Vec::new(),
+            num_passed_over: 0,
+            num_preemptions: 0,
+            num_prefix_queries: 0,
+            num_prefix_hits: 0,
+            found: Vec::new(),
+        }
+    }
+
+    /// Appends a sequence to the waiting ones. Its request id must not be here already.
+    pub fn add(&mut self, sequence: Sequence) {
+        let id = self.free_slots.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            SequenceId(u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 sequences"))
+        });
+        let known = self.by_id.insert(sequence.id, id);
+        assert!(known.is_none(), "request {:?} was added twice", sequence.id);
+        self.waiting.insert((sequence.class, sequence.arrival, id));
+        self.slots[id.0 as usize] = Some(sequence);
+    }
+
+    /// Whether the request is waiting or running.
+    pub fn contains(&self, id: RequestId) -> bool {
+        self.by_id.contains_key(&id)
+    }
+
+    /// Where a request is kept.
+    pub fn find(&self, id: RequestId) -> Option<SequenceId> {
+        self.by_id.get(&id).copied()
+    }
+
+    /// The state of a sequence that is here.
+    pub fn sequence(&self, id: SequenceId) -> &Sequence {
+        self.slots[id.0 as usize].as_ref().expect("the sequence is waiting or running")
+    }
+
+    /// The same, to change.
+    pub fn sequence_mut(&mut self, id: SequenceId) -> &mut Sequence {
+        self.slots[id.0 as usize].as_mut().expect("the sequence is waiting or running")
+    }
+
+    /// Takes a sequence out, finished or cancelled, and gives its blocks back.
+    pub fn remove(&mut self, id: SequenceId) -> Sequence {
+        let sequence = self.slots[id.0 as usize].take().expect("the sequence is waiting or running");
+        let key = (sequence.class, sequence.arrival, id);
+        if !self.waiting.remove(&key) {
+            let at = self.running.binary_search(&key).expect("the sequence is waiting or running");
+            self.running.remove(at);
+        }
+        self.by_id.remove(&sequence.id);
+        self.free_slots.push(id);
+        self.pool.release(&sequence.blocks);
+        sequence
+    }
+
+    /// Plans the next step into `plan`. An empty plan means that nothing is here, or that
+    /// `plan.unplaceable` names what must be removed.
+    pub fn plan(&mut self, plan: &mut StepPlan) {
+        plan.clear();
+        let num_preemptions = self.num_preemptions;
+        let mut num_decode = 0;
+        for &(_, _, id) in &self.running {
+            let sequence = self.slots[id.0 as usize].as_mut().expect("running");
+            sequence.num_scheduled = 0;
+            num_decode += u32::from(sequence.num_uncomputed() == 1);
+        }
+        let mut budget =
+            Budget { tokens: self.limits.max_num_batched_tokens - num_decode, prompt_logits: PROMPT_LOGITS_MAX };
+        self.schedule_running(&mut budget);
+        if self.num_preemptions == num_preemptions {
+            self.admit(&mut budget, plan);
+        }
+        plan.num_preempted = u32::try_from(self.num_preemptions - num_preemptions).expect("at most the running ones");
+        self.fill(plan);
+    }
+
+    /// Schedules the running sequences in order, preempting from the end.
+    fn schedule_running(&mut self, budget: &mut Budget) {
+        let mut at = 0;
+        while at < self.running.len() {
+            let id = self.running[at].2;
+            let sequence = self.sequence(id);
+            let wanted = sequence.num_uncomputed();
+            let chunk = if wanted == 1 { 1 } else { budget.chunk(sequence, wanted) };
+            if chunk > 0 && !self.grow(at, chunk) {
+                break;
+            }
+            let sequence = self.sequence_mut(id);
+            sequence.num_scheduled = chunk;
+            if wanted > 1 {
+                budget.take(self.sequence(id), chunk);
+            }
+            at += 1;
+        }
+    }
+
+    /// Gives the running sequence at `at` blocks for `chunk` more tokens. False when it
+    /// was itself the last in order and had to go.
+    fn grow(&mut self, at: usize, chunk: u32) -> bool {
+        let id = self.running[at].2;
+        let sequence = self.sequence(id);
+        let num_blocks = self.pool.blocks_for(sequence.num_computed + chunk);
+        let num_new = num_blocks.saturating_sub(num_held(sequence));
+        while self.pool.num_free() < num_new {
+            let last = self.running.len() - 1;
+            self.preempt_last();
+            if last == at {
+                return false;
+            }
+        }
+        self.allocate(id, num_new);
+        true
+    }
+
+    fn allocate(&mut self, id: SequenceId, num_new: u32) {
+        let sequence = self.slots[id.0 as usize].as_mut().expect("the sequence is waiting or running");
+        for _ in 0..num_new {
+            sequence.blocks.push(self.pool.allocate().expect("free blocks were counted"));
+        }
+    }
+
+    /// Takes the blocks of the last running sequence; it waits again, with its tokens.
+    fn preempt_last(&mut self) {
+        let key = self.running.pop().expect("something runs");
+        let sequence = self.slots[key.2.0 as usize].as_mut().expect("running");
+        self.pool.release(&sequence.blocks);
+        sequence.blocks.clear();
+        sequence.num_computed = 0;
+        sequence.num_scheduled = 0;
+        sequence.num_published = 0;
+        self.waiting.insert(key);
+        self.num_preemptions += 1;
+    }
+
+    /// Lets waiting sequences in, in order, while tokens, rows and blocks last.
+    fn admit(&mut self, budget: &mut Budget, plan: &mut StepPlan) {
+        let mut num_promised: u32 = self.running.iter().map(|&(_, _, id)| self.num_promised(self.sequence(id))).sum();
+        while budget.tokens > 0 {
+            let Some(&key) = self.waiting.first() else { return };
+            let id = key.2;
+            self.find_cached(id);
+            let sequence = self.sequence(id);
+            let num_cached = u32::try_from(self.found.len()).expect("at most the pool") * self.limits.block_size;
+            let chunk = budget.chunk(sequence, sequence.num_tokens() - num_cached);
+            if chunk == 0 {
+                return;
+            }
+            let num_needed = self.num_expected_blocks(sequence) - u32::try_from(self.found.len()).expect("as above")
+                + self.pool.num_unheld(&self.found);
+            let has_row = self.running.len() < self.limits.max_num_seqs as usize;
+            let has_blocks = self.pool.num_free() >= num_needed.saturating_add(num_promised);
+            if self.running.is_empty() {
+                if self.pool.blocks_for(sequence.num_tokens()) > self.pool.num_blocks() {
+                    plan.unplaceable.push(id);
+                    return;
+                }
+            } else if !has_row || !has_blocks {
+                let last = self.running.last().expect("something runs");
+                if key.0 == Class::Online && last.0 == Class::Job {
+                    let sequence = self.sequence(last.2);
+                    num_promised -= self.num_promised(sequence);
+                    if sequence.num_uncomputed() > 1 {
+                        budget.tokens += sequence.num_scheduled;
+                    }
+                    self.preempt_last();
+                    continue;
+                }
+                return;
+            }
+            self.start(key, num_cached, chunk);
+            budget.take(self.sequence(id), chunk);
+            num_promised += self.num_promised(self.sequence(id));
+            self.count_passed_over(key.0);
+        }
+    }
+
+    /// Looks the waiting sequence up in the prefix cache, into `self.found`. The last token
+    /// is always computed, because its logits are needed.
+    fn find_cached(&mut self, id: SequenceId) {
+        self.found.clear();
+        let block_size = self.limits.block_size;
+        let sequence = self.slots[id.0 as usize].as_mut().expect("waiting");
+        if !self.limits.enable_prefix_caching || sequence.misses_prompt_logprobs() {
+            return;
+        }
+        sequence.extend_hashes(block_size);
+        let num_full = (sequence.tokens.len() - 1) / block_size as usize;
+        let hashes = &sequence.hashes[..num_full.min(sequence.hashes.len())];
+        self.pool.find_prefix(hashes, &sequence.tokens, &mut self.found);
+    }
+
+    /// Moves a waiting sequence to the running ones, on the blocks found and new ones.
+    fn start(&mut self, key: QueueKey, num_cached: u32, chunk: u32) {
+        let id = key.2;
+        self.pool.hold(&self.found);
+        self.waiting.remove(&key);
+        let at = self.running.binary_search(&key).expect_err("it was waiting");
+        self.running.insert(at, key);
+        let caching = self.limits.enable_prefix_caching;
+        let sequence = self.slots[id.0 as usize].as_mut().expect("waiting");
+        debug_assert!(sequence.blocks.is_empty(), "a waiting sequence holds no blocks");
+        sequence.blocks.extend_from_slice(&self.found);
+        sequence.num_published = u32::try_from(self.found.len()).expect("at most the pool");
+        sequence.num_computed = num_cached;
+        sequence.num_scheduled = chunk;
+        if sequence.num_cached_tokens.is_none() {
+            sequence.num_cached_tokens = Some(num_cached);
+            if caching {
+                self.num_prefix_queries += u64::from(sequence.num_tokens());
+                self.num_prefix_hits += u64::from(num_cached);
+            }
+        }
+        let num_new = self.pool.blocks_for(num_cached + chunk) - num_held(sequence);
+        self.allocate(id, num_new);
+    }
+
+    /// After enough online sequences went before it, the oldest waiting job's sequence
+    /// becomes an online one, so that no load starves it.
+    fn count_passed_over(&mut self, admitted: Class) {
+        let Some(&key) = self.waiting.range((Class::Job, 0, SequenceId(0))..).next() else {
+            self.num_passed_over = 0;
+            return;
+        };
+        if admitted == Class::Job {
+            self.num_passed_over = 0;
+            return;
+        }
+        self.num_passed_over += 1;
+        if self.num_passed_over >= PASSED_OVER_MAX {
+            self.num_passed_over = 0;
+            self.waiting.remove(&key);
+            self.waiting.insert((Class::Online, key.1, key.2));
+            self.sequence_mut(key.2).class = Class::Online;
+        }
+    }
+
+    /// Blocks that a sequence is expected to hold before its end.
+    fn num_expected_blocks(&self, sequence: &Sequence) -> u32 {
+        let left = sequence.max_tokens - sequence.num_output_tokens();
+        let expected = if sequence.max_tokens <= FULL_LIFETIME_MAX {
+            left
+        } else {
+            (left / 10 * EXPECTED_TENTHS).max(left.min(FULL_LIFETIME_MAX))
+        };
+        // The last token is chosen but never computed.
+        self.pool.blocks_for(sequence.num_tokens() + expected.saturating_sub(1)).min(self.pool.num_blocks())
+    }
+
+    /// Blocks that a running sequence is expected to take yet.
+    fn num_promised(&self, sequence: &Sequence) -> u32 {
+        self.num_expected_blocks(sequence).saturating_sub(num_held(sequence))
+    }
+
+    /// Packs what was scheduled: decode rows, then prefill chunks, each in order of service.
+    fn fill(&mut self, plan: &mut StepPlan) {
+        for decode in [true, false] {
+            for &(_, _, id) in &self.running {
+                let sequence = self.slots[id.0 as usize].as_ref().expect("running");
+                if sequence.num_scheduled > 0 && (sequence.num_scheduled == 1) == decode {
+                    plan.push_row(id, sequence, self.limits.block_size);
+                    plan.num_decode_rows += u32::from(decode);
+                }
+            }
+        }
+        debug_assert!(plan.num_tokens() <= self.limits.max_num_batched_tokens, "the token budget holds");
+        if cfg!(debug_assertions) {
+            self.check();
+        }
+    }
+
+    /// Marks the scheduled tokens of a sequence as computed and offers its full blocks to the prefix cache.
+    pub fn commit_computed(&mut self, id: SequenceId) {
+        let block_size = self.limits.block_size;
+        let sequence = self.slots[id.0 as usize].as_mut().expect("running");
+        sequence.num_computed += sequence.num_scheduled;
+        sequence.num_scheduled = 0;
+        let num_full = sequence.num_computed / block_size;
+        if !self.limits.enable_prefix_caching || sequence.num_published >= num_full {
+            return;
+        }
+        sequence.extend_hashes(block_size);
+        for index in sequence.num_published as usize..num_full as usize {
+            let parent = index.checked_sub(1).map_or_else(Default::default, |last| sequence.hashes[last]);
+            let start = index * block_size as usize;
+            let tokens = &sequence.tokens[start..start + block_size as usize];
+            self.pool.publish(sequence.blocks[index], parent, sequence.hashes[index], tokens);
+        }
+        sequence.num_published = num_full;
+    }
+
+    /// Sequences that run.
+    pub fn num_running(&self) -> u32 {
+        u32::try_from(self.running.len()).expect("at most max_num_seqs")
+    }
+
+    /// Sequences that wait.
+    pub fn num_waiting(&self) -> u32 {
+        u32::try_from(self.waiting.len()).expect("bounded by the submission queue")
+    }
+
+    /// Blocks that nobody holds.
+    pub fn num_free_blocks(&self) -> u32 {
+        self.pool.num_free()
+    }
+
+    /// Preemptions since the start.
+    pub fn num_preemptions(&self) -> u64 {
+        self.num_preemptions
+    }
+
+    /// Prompt tokens looked up in the prefix cache, and those found, since the start.
+    pub fn prefix_cache_counts(&self) -> (u64, u64) {
+        (self.num_prefix_queries, self.num_prefix_hits)
+    }
+
+    /// Asserts the invariants of the queues and the pool. Costs O(blocks).
+    pub fn check(&self) {
+        assert!(self.running.is_sorted(), "running sequences are in order");
+        assert_eq!(self.running.len() + self.waiting.len(), self.by_id.len(), "each sequence is in one queue");
+        for &(class, arrival, id) in self.waiting.iter().chain(&self.running) {
+            let sequence = self.sequence(id);
+            assert_eq!((sequence.class, sequence.arrival), (class, arrival), "key of {:?}", sequence.id);
+        }
+        for &(_, _, id) in &self.waiting {
+            assert!(self.sequence(id).blocks.is_empty(), "a waiting sequence holds no blocks");
+        }
+        let running = || self.running.iter().map(|&(_, _, id)| self.sequence(id));
+        for sequence in running() {
+            let num_needed = self.pool.blocks_for(sequence.num_computed + sequence.num_scheduled);
+            assert_eq!(num_held(sequence), num_needed, "block table of {:?}", sequence.id);
+        }
+        self.pool.check(running().flat_map(|sequence| sequence.blocks.iter().copied()));
+    }
+}
+
+fn num_held(sequence: &Sequence) -> u32 {
+    u32::try_from(sequence.blocks.len()).expect("at most the pool")
+}

@@ -134,7 +134,7 @@ impl Engine {
         let sequence = self.scheduler.remove(row.sequence);
         let error = RequestError {
             transient: false,
-            code: "logits_not_finite",
+            code: RequestError::LOGITS_NOT_FINITE,
             param: None,
             message: format!("{NotFinite} after {} tokens of this sequence", sequence.num_computed),
         };

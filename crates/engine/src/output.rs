@@ -165,7 +165,7 @@ impl Outputs {
         let Some(live) = self.live.get_mut(&id) else { return };
         let has_engine_ended = output.end.is_some();
         let event = catch_unwind(AssertUnwindSafe(|| live.advance(output))).unwrap_or_else(|_| {
-            Some(failed(id, "detokenization_failed", "the tokenizer broke down on this output".to_owned()))
+            Some(failed(id, RequestError::DETOKENIZATION_FAILED, "the tokenizer broke down on this output".to_owned()))
         });
         let Some(event) = event else { return };
         let reason = match &event {
@@ -241,7 +241,7 @@ impl Live {
                             num_output_tokens: self.num_tokens,
                         })));
                     }
-                    Err(message) => return Some(failed(output.id, "detokenization_failed", message)),
+                    Err(message) => return Some(failed(output.id, RequestError::DETOKENIZATION_FAILED, message)),
                 }
             }
         }

@@ -206,3 +206,15 @@ pub struct RequestError {
     /// What is wrong, with the numbers.
     pub message: String,
 }
+
+impl RequestError {
+    /// Code of a request whose logits are not finite numbers.
+    pub const LOGITS_NOT_FINITE: &'static str = "logits_not_finite";
+    /// Code of a request whose tokens cannot be turned into text.
+    pub const DETOKENIZATION_FAILED: &'static str = "detokenization_failed";
+
+    /// Whether model or tokenizer broke down on a request that the door had let in.
+    pub fn is_breakdown(&self) -> bool {
+        [Self::LOGITS_NOT_FINITE, Self::DETOKENIZATION_FAILED].contains(&self.code)
+    }
+}

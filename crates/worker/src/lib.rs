@@ -13,6 +13,7 @@ pub mod failpoints;
 pub mod generate;
 pub mod instant;
 pub mod lifecycle;
+pub mod local;
 pub mod lock;
 pub mod mapper;
 pub mod remote;

@@ -4,10 +4,10 @@
 //! always be placed and can break no neighbour. Pure and cheap to clone: it runs on
 //! the caller's thread.
 
+use crate::Error;
 use crate::config::EngineConfig;
 use crate::model::ModelShape;
 use crate::request::{Request, RequestError, SamplingParams};
-use crate::Error;
 
 /// Defaults of the CPU back end, and the rows that the KV pool is sized for.
 const DEFAULT_MAX_NUM_SEQS: u32 = 32;
@@ -258,7 +258,8 @@ fn num_blocks(
         }
         return Ok(num_blocks);
     }
-    let bytes = config.kv_cache_memory_bytes.unwrap_or_else(|| free_memory_bytes.map_or(FALLBACK_BYTES, |free| free / 4));
+    let bytes =
+        config.kv_cache_memory_bytes.unwrap_or_else(|| free_memory_bytes.map_or(FALLBACK_BYTES, |free| free / 4));
     let block_bytes = shape.kv_bytes_per_token.max(1) * u64::from(config.block_size);
     let needed = u64::from(model_len.div_ceil(config.block_size)) * u64::from(max_num_seqs);
     let num_blocks = (bytes / block_bytes).min(needed);

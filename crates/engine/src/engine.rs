@@ -3,6 +3,7 @@
 //! Owns the model, the scheduler and the sampler. Synchronous and deterministic: no
 //! clock, no channel, no text. [`crate::handle`] runs it on a thread.
 
+use crate::Error;
 use crate::door::Limits;
 use crate::model::Forward;
 use crate::request::{FinishReason, Request, RequestError, RequestId};
@@ -10,7 +11,6 @@ use crate::sampler::{NotFinite, SampleRow, Sampled, Sampler, Task};
 use crate::scheduler::{Scheduler, SchedulerLimits};
 use crate::sequence::Sequence;
 use crate::step::{PlanRow, SequenceOutput, StepOutput, StepPlan};
-use crate::Error;
 
 /// Continuous batching over one model.
 pub struct Engine {

@@ -233,13 +233,16 @@ impl Live {
                     Ok(None) => {}
                     Ok(Some(index)) => {
                         let stop = self.registration.stop[index].clone();
-                        return Some(self.give_out(output.id, Some(Finish {
-                            reason: FinishReason::Stop,
-                            stop_reason: Some(StopReason::Text(stop)),
-                            num_prompt_tokens: output.num_prompt_tokens,
-                            num_cached_tokens: output.num_cached_tokens,
-                            num_output_tokens: self.num_tokens,
-                        })));
+                        return Some(self.give_out(
+                            output.id,
+                            Some(Finish {
+                                reason: FinishReason::Stop,
+                                stop_reason: Some(StopReason::Text(stop)),
+                                num_prompt_tokens: output.num_prompt_tokens,
+                                num_cached_tokens: output.num_cached_tokens,
+                                num_output_tokens: self.num_tokens,
+                            }),
+                        ));
                     }
                     Err(message) => return Some(failed(output.id, RequestError::DETOKENIZATION_FAILED, message)),
                 }

@@ -5,7 +5,9 @@
 
 use crate::blocks::ChainHash;
 use crate::model::BlockId;
-use crate::request::{Class, Finish, FinishReason, Request, RequestId, SamplingParams, StopReason, StopRules, TokenLogprobs};
+use crate::request::{
+    Class, Finish, FinishReason, Request, RequestId, SamplingParams, StopReason, StopRules, TokenLogprobs,
+};
 use crate::sampler::Penalties;
 
 /// Where a sequence is kept in the scheduler; used again after its end.

@@ -10,7 +10,9 @@ use overnight_engine::request::FinishReason;
 use overnight_engine::{EngineHandle, Event, RequestError, RequestId, Sink};
 use tokio::sync::mpsc::WeakUnboundedSender;
 
-use crate::generate::{EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request};
+use crate::generate::{
+    EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request,
+};
 
 /// HTTP status of a request that the engine refuses.
 const REFUSED_STATUS: u16 = 400;
@@ -32,7 +34,10 @@ struct LastSink {
 
 impl std::fmt::Debug for LocalEngine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LocalEngine").field("handle", &self.handle).field("models", &self.models).finish_non_exhaustive()
+        f.debug_struct("LocalEngine")
+            .field("handle", &self.handle)
+            .field("models", &self.models)
+            .finish_non_exhaustive()
     }
 }
 

@@ -14,9 +14,8 @@ pub struct Penalties {
 impl Penalties {
     /// The state at the start, or `None` when no penalty is on.
     pub fn new(sampling: &SamplingParams, prompt: &[u32]) -> Option<Self> {
-        let is_on = sampling.presence_penalty != 0.0
-            || sampling.frequency_penalty != 0.0
-            || sampling.repetition_penalty != 1.0;
+        let is_on =
+            sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0 || sampling.repetition_penalty != 1.0;
         is_on.then(|| {
             let seen = if sampling.repetition_penalty == 1.0 { &[] } else { prompt };
             Self { uses: seen.iter().map(|&token| (token, 0)).collect() }
@@ -33,12 +32,7 @@ impl Penalties {
 ///
 /// Repetition: Keskar et al., CTRL, 2019, section 4.1, with negative logits multiplied.
 /// Presence and frequency: OpenAI API reference, `presence_penalty`, `frequency_penalty`.
-pub(super) fn adjust(
-    logits: &mut [f32],
-    sampling: &SamplingParams,
-    penalties: Option<&Penalties>,
-    masked: &[u32],
-) {
+pub(super) fn adjust(logits: &mut [f32], sampling: &SamplingParams, penalties: Option<&Penalties>, masked: &[u32]) {
     for (&token, &num_output) in penalties.iter().flat_map(|penalties| &penalties.uses) {
         let Some(logit) = logits.get_mut(token as usize) else { continue };
         let repetition = sampling.repetition_penalty;

@@ -285,7 +285,7 @@ mod tests {
 
     /// Takes blocks for `tokens`, publishes the full ones and returns them.
     fn fill(pool: &mut BlockPool, tokens: &[u32]) -> Vec<BlockId> {
-        let blocks: Vec<_> = tokens.chunks(SIZE as usize).map(|_| pool.allocate().unwrap()).collect();
+        let blocks: Vec<_> = tokens.chunks(SIZE as usize).map(|_| pool.allocate().expect("free blocks are left")).collect();
         let mut parent = ChainHash::default();
         for ((&block, tokens), hash) in blocks.iter().zip(tokens.chunks_exact(SIZE as usize)).zip(hashes(tokens)) {
             pool.publish(block, parent, hash, tokens);
@@ -306,7 +306,7 @@ mod tests {
         let blocks = fill(&mut pool, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
         assert_eq!(find(&pool, &[1, 2, 3, 4, 5, 6, 7, 8, 9]), blocks[..2]);
         assert_eq!(find(&pool, &[1, 2, 3, 4, 5, 6, 7, 9]), blocks[..1]);
-        assert_eq!(find(&pool, &[5, 6, 7, 8]), [], "the same tokens after another prefix");
+        assert!(find(&pool, &[5, 6, 7, 8]).is_empty(), "the same tokens after another prefix");
         pool.release(&blocks);
         assert_eq!(find(&pool, &[1, 2, 3, 4, 5, 6, 7, 8]), blocks[..2], "also after its end");
         pool.check([].into_iter());
@@ -343,7 +343,7 @@ mod tests {
         let blocks = fill(&mut pool, &[1, 2, 3, 4]);
         let mut found = Vec::new();
         pool.find_prefix(&hashes(&[1, 2, 3, 4]), &[1, 2, 3, 5], &mut found);
-        assert_eq!(found, []);
+        assert!(found.is_empty());
         assert_eq!(find(&pool, &[1, 2, 3, 4]), blocks);
     }
 
@@ -363,7 +363,7 @@ mod tests {
     fn without_caching_nothing_is_found() {
         let mut pool = BlockPool::new(2, SIZE, false);
         let blocks = fill(&mut pool, &[1, 2, 3, 4]);
-        assert_eq!(find(&pool, &[1, 2, 3, 4]), []);
+        assert!(find(&pool, &[1, 2, 3, 4]).is_empty());
         pool.check(blocks.into_iter());
     }
 
@@ -402,7 +402,7 @@ mod tests {
                         }
                         pool.hold(&blocks);
                         let num_found = blocks.len();
-                        blocks.extend((0..num_new).map(|_| pool.allocate().unwrap()));
+                        blocks.extend((0..num_new).map(|_| pool.allocate().expect("free blocks are left")));
                         let chain = hashes(&tokens);
                         for index in num_found..chain.len() {
                             let parent = index.checked_sub(1).map_or(ChainHash::default(), |last| chain[last]);

@@ -130,7 +130,7 @@ mod tests {
     fn first_of_equal_logits_wins() {
         let logits = vec![1.0f32; 600];
         let mut maxima = Vec::new();
-        let max = chunk_maxima(&logits, &mut maxima).unwrap();
+        let max = chunk_maxima(&logits, &mut maxima).expect("finite");
         assert_eq!(argmax(&logits, &maxima, max), 0);
         assert_eq!(num_before(&logits, 1.0, 599), 599);
         assert_eq!(num_before(&logits, 1.0, 0), 0);

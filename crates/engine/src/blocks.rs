@@ -285,7 +285,8 @@ mod tests {
 
     /// Takes blocks for `tokens`, publishes the full ones and returns them.
     fn fill(pool: &mut BlockPool, tokens: &[u32]) -> Vec<BlockId> {
-        let blocks: Vec<_> = tokens.chunks(SIZE as usize).map(|_| pool.allocate().expect("free blocks are left")).collect();
+        let blocks: Vec<_> =
+            tokens.chunks(SIZE as usize).map(|_| pool.allocate().expect("free blocks are left")).collect();
         let mut parent = ChainHash::default();
         for ((&block, tokens), hash) in blocks.iter().zip(tokens.chunks_exact(SIZE as usize)).zip(hashes(tokens)) {
             pool.publish(block, parent, hash, tokens);

@@ -356,11 +356,12 @@ fn decode(inside: &[u8]) -> std::borrow::Cow<'_, [u8]> {
 fn decode_unit(after: &[u8], out: &mut Vec<u8>) -> usize {
     let unit = |text: Option<&[u8]>| -> Option<u32> { u32::from_str_radix(std::str::from_utf8(text?).ok()?, 16).ok() };
     let first = unit(after.get(1..5)).unwrap_or(0xfffd);
-    if (0xd800..0xdc00).contains(&first) && after.get(5..7) == Some(b"\\u") {
-        if let Some(second) = unit(after.get(7..11)).filter(|second| (0xdc00..0xe000).contains(second)) {
-            push_code_point(0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00), out);
-            return 11;
-        }
+    if (0xd800..0xdc00).contains(&first)
+        && after.get(5..7) == Some(b"\\u")
+        && let Some(second) = unit(after.get(7..11)).filter(|second| (0xdc00..0xe000).contains(second))
+    {
+        push_code_point(0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00), out);
+        return 11;
     }
     push_code_point(first, out);
     5

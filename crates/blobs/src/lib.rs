@@ -19,6 +19,8 @@ pub mod outcome_line;
 pub mod segment;
 pub mod sha;
 pub mod store;
+#[cfg(test)]
+mod store_tests;
 pub mod writer;
 
 pub use error::Error;

@@ -138,7 +138,7 @@ fn trim(line: &[u8], first: bool) -> &[u8] {
 pub fn items(bytes: &[u8], byte_offset: u64, first_line: u64) -> impl Iterator<Item = Line<'_>> {
     let mut rest = bytes;
     let (mut offset, mut number) = (byte_offset, first_line);
-    let mut next_line = move || {
+    let next_line = move || {
         if rest.is_empty() {
             return None;
         }
@@ -152,7 +152,7 @@ pub fn items(bytes: &[u8], byte_offset: u64, first_line: u64) -> impl Iterator<I
         (number, offset) = (number + 1, line.end);
         Some(line)
     };
-    std::iter::from_fn(move || next_line()).filter(|line| !line.is_blank())
+    std::iter::from_fn(next_line).filter(|line| !line.is_blank())
 }
 
 /// Cuts a range into pieces of at most `piece_bytes`.

@@ -1,0 +1,158 @@
+//! Storage promises, on a folder and in memory.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures::TryStreamExt;
+use overnight_types::{FileId, JobId};
+
+use crate::sha::Sha256;
+use crate::{Blobs, Error, ObjectName, Prefix};
+
+fn both() -> (tempfile::TempDir, Vec<Blobs>) {
+    let dir = tempfile::tempdir().unwrap();
+    let local = Blobs::local(&dir.path().join("made/on/the/way")).unwrap();
+    (dir, vec![local, Blobs::memory()])
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 31 / 7) as u8).collect()
+}
+
+#[tokio::test]
+async fn written_bytes_read_back_at_every_piece_edge() {
+    let (_dir, stores) = both();
+    for blobs in stores {
+        for len in [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 5] {
+            let name = ObjectName::file(FileId::new());
+            let bytes = pattern(len);
+            let mut writer = blobs.writer(&name).await.unwrap();
+            for chunk in bytes.chunks(700_001) {
+                writer.append(chunk).await.unwrap();
+            }
+            assert_eq!(blobs.size(&name).await.unwrap(), None, "nothing is visible before the end");
+            let written = writer.finish().await.unwrap();
+            assert_eq!((written.bytes, written.sha256), (len as u64, Sha256::of(&bytes)));
+            assert_eq!(blobs.size(&name).await.unwrap(), Some(len as u64));
+            assert_eq!(blobs.read(&name).await.unwrap(), bytes);
+            let streamed: Vec<Bytes> = blobs.stream(&name, 0..len as u64).try_collect().await.unwrap();
+            assert_eq!(streamed.concat(), bytes);
+        }
+    }
+}
+
+#[tokio::test]
+async fn short_and_missing_objects_are_told_apart() {
+    let (_dir, stores) = both();
+    for blobs in stores {
+        let name = ObjectName::file(FileId::new());
+        assert!(matches!(blobs.read(&name).await, Err(Error::Missing { .. })));
+        assert!(matches!(blobs.read_range(&name, 0..5).await, Err(Error::Missing { .. })));
+        blobs.put(&name, Bytes::from_static(b"0123456789")).await.unwrap();
+        assert_eq!(blobs.read_range(&name, 3..6).await.unwrap(), "345");
+        assert_eq!(blobs.read_range(&name, 3..3).await.unwrap(), "");
+        for range in [5..11, 10..12, 50..60] {
+            assert!(matches!(blobs.read_range(&name, range.clone()).await, Err(Error::Damaged { .. })), "{range:?}");
+        }
+        assert!(blobs.stream(&name, 0..20).try_collect::<Vec<_>>().await.is_err());
+        blobs.delete(&name).await.unwrap();
+        blobs.delete(&name).await.unwrap();
+        assert_eq!(blobs.size(&name).await.unwrap(), None);
+    }
+}
+
+#[tokio::test]
+async fn listing_tells_our_objects_only() {
+    let (_dir, stores) = both();
+    let job = JobId::new();
+    for blobs in stores {
+        let names = [ObjectName::index(job), ObjectName::intake_run(job, 0), ObjectName::file(FileId::new())];
+        for name in &names {
+            blobs.put(name, Bytes::from_static(b"x")).await.unwrap();
+        }
+        if let Some(root) = blobs.root() {
+            std::fs::write(root.join("files/notes.txt"), "of somebody else").unwrap();
+        }
+        let mut all: Vec<_> = blobs.list(Prefix::All).map_ok(|listed| listed.name).try_collect().await.unwrap();
+        let mut wanted = names.to_vec();
+        all.sort();
+        wanted.sort();
+        assert_eq!(all, wanted);
+        let runs: Vec<_> = blobs.list(Prefix::IntakeRuns(job)).try_collect().await.unwrap();
+        assert_eq!(runs.iter().map(|listed| (listed.name, listed.bytes)).collect::<Vec<_>>(), [(names[1], 1)]);
+    }
+}
+
+// A killed upload leaves `name#N`, which no listing shows.
+#[tokio::test]
+async fn leftovers_of_killed_uploads_are_swept_and_others_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let blobs = Blobs::local(dir.path()).unwrap();
+    let (killed, kept) = (ObjectName::file(FileId::new()), ObjectName::file(FileId::new()));
+    blobs.put(&kept, Bytes::from_static(b"kept")).await.unwrap();
+    let mut writer = blobs.writer(&killed).await.unwrap();
+    writer.append(&pattern(2 << 20)).await.unwrap();
+    // As kill -9 would: the writer's own cleanup never runs.
+    std::mem::forget(writer);
+    std::fs::write(dir.path().join("files/other#a"), "of somebody else").unwrap();
+    let num_files = || std::fs::read_dir(dir.path().join("files")).unwrap().count();
+    assert_eq!(num_files(), 3);
+    assert_eq!(blobs.sweep_leftovers(Duration::from_secs(3_600)).await.unwrap(), 0, "a young one may be in use");
+    assert_eq!(blobs.sweep_leftovers(Duration::ZERO).await.unwrap(), 1);
+    assert_eq!(num_files(), 2);
+    assert_eq!(blobs.read(&kept).await.unwrap(), "kept");
+}
+
+#[tokio::test]
+async fn aborted_write_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let blobs = Blobs::local(dir.path()).unwrap();
+    let mut writer = blobs.writer(&ObjectName::file(FileId::new())).await.unwrap();
+    writer.append(&pattern(2 << 20)).await.unwrap();
+    writer.abort().await.unwrap();
+    assert_eq!(std::fs::read_dir(dir.path().join("files")).unwrap().count(), 0);
+}
+
+// An unmounted folder is trouble of the storage, not a lost object.
+#[tokio::test]
+async fn vanished_folder_is_not_a_missing_object() {
+    let dir = tempfile::tempdir().unwrap();
+    let blobs = Blobs::local(&dir.path().join("objects")).unwrap();
+    let name = ObjectName::file(FileId::new());
+    blobs.put(&name, Bytes::from_static(b"x")).await.unwrap();
+    std::fs::rename(dir.path().join("objects"), dir.path().join("elsewhere")).unwrap();
+    assert!(matches!(blobs.read(&name).await, Err(Error::Unavailable { .. })));
+    std::fs::rename(dir.path().join("elsewhere"), dir.path().join("objects")).unwrap();
+    assert_eq!(blobs.read(&name).await.unwrap(), "x");
+}
+
+#[tokio::test]
+async fn call_that_hangs_is_cut_at_its_limit() {
+    let driver = object_store::throttle::ThrottledStore::new(
+        object_store::memory::InMemory::new(),
+        object_store::throttle::ThrottleConfig { wait_put_per_call: Duration::from_secs(3_600), ..Default::default() },
+    );
+    let blobs = Blobs::with_driver(std::sync::Arc::new(driver), Duration::from_millis(20));
+    let put = blobs.put(&ObjectName::file(FileId::new()), Bytes::from_static(b"x")).await;
+    assert!(matches!(put, Err(Error::TimedOut { .. })));
+    assert_eq!(put.unwrap_err().class(), overnight_types::Class::Transient);
+}
+
+#[tokio::test]
+async fn probe_leaves_nothing_and_tells_what_holds() {
+    let (_dir, stores) = both();
+    for blobs in stores {
+        let found = blobs.probe().await.unwrap();
+        assert!(found.conditional_create);
+        assert_eq!(found.synced, blobs.root().is_some());
+        assert!(blobs.list(Prefix::All).try_collect::<Vec<_>>().await.unwrap().is_empty());
+    }
+}
+
+#[test]
+fn storage_that_is_not_served_is_refused_by_name() {
+    for url in ["s3://bucket/x", "gs://b", "az://c", "ftp://x", "file://relative", "/tmp/x", "file:///"] {
+        let message = Blobs::open(url).unwrap_err().to_string();
+        assert!(message.contains(url), "{message}");
+    }
+}

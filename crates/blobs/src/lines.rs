@@ -5,7 +5,7 @@
 //! limit is reported and passed over in constant memory. Line numbers are physical,
 //! from 1; offsets are bytes of the whole input.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 /// The UTF-8 byte order mark.
 pub const BOM: &[u8] = b"\xef\xbb\xbf";
@@ -80,26 +80,39 @@ impl LineSplitter {
         (self.offset, self.number)
     }
 
-    /// Takes a chunk and gives out each line that ends in it.
-    pub fn feed(&mut self, mut chunk: &[u8], mut on_line: impl FnMut(Line<'_>)) {
-        while let Some(newline) = memchr::memchr(b'\n', chunk) {
-            let (head, rest) = (&chunk[..newline], &chunk[newline + 1..]);
+    /// Takes a chunk and gives out each line that ends in it, until `on_line`
+    /// breaks. Returns how many bytes were taken: after a break they end with the
+    /// line that was given out last.
+    pub fn feed(&mut self, chunk: &[u8], mut on_line: impl FnMut(Line<'_>) -> ControlFlow<()>) -> usize {
+        let mut taken = 0;
+        while let Some(newline) = memchr::memchr(b'\n', &chunk[taken..]) {
+            let head = &chunk[taken..taken + newline];
+            taken += newline + 1;
             self.at += newline as u64 + 1;
-            self.end_line(head, &mut on_line);
-            chunk = rest;
+            if self.end_line(head, &mut on_line).is_break() {
+                return taken;
+            }
         }
-        self.at += chunk.len() as u64;
-        self.hold(chunk);
+        self.at += (chunk.len() - taken) as u64;
+        self.hold(&chunk[taken..]);
+        chunk.len()
     }
 
     /// Gives out the last line when it lacks its newline.
     pub fn finish(&mut self, mut on_line: impl FnMut(Line<'_>)) {
         if self.at > self.offset {
-            self.end_line(&[], &mut on_line);
+            let _ = self.end_line(&[], &mut |line: Line<'_>| {
+                on_line(line);
+                ControlFlow::Continue(())
+            });
         }
     }
 
-    fn end_line(&mut self, head: &[u8], on_line: &mut impl FnMut(Line<'_>)) {
+    fn end_line(
+        &mut self,
+        head: &[u8],
+        on_line: &mut impl FnMut(Line<'_>) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
         let whole = if self.held.is_empty() && !self.too_long {
             Some(head)
         } else {
@@ -108,11 +121,12 @@ impl LineSplitter {
         };
         let content = whole.map(|whole| trim(whole, self.number == 1));
         let content = content.filter(|content| content.len() as u64 <= self.line_bytes_max);
-        on_line(Line { number: self.number, offset: self.offset, end: self.at, content });
+        let flow = on_line(Line { number: self.number, offset: self.offset, end: self.at, content });
         self.held.clear();
         self.too_long = false;
         self.number += 1;
         self.offset = self.at;
+        flow
     }
 
     fn hold(&mut self, bytes: &[u8]) {

@@ -133,7 +133,7 @@ pub struct SegmentParts {
     pub name: ObjectName,
     /// Bit per item of the shard: whose outcome it holds.
     pub items: Bitmap,
-    /// Of them, those whose outcome is a failure.
+    /// Of them, those that did not complete: what a resume runs again.
     pub failed: Bitmap,
     /// Outcomes by `ok` or error code, as a JSON object of counts.
     pub code_counts: String,
@@ -202,7 +202,7 @@ impl SegmentWriter {
         assert!(!self.items.get(bit), "item {} has an outcome in this segment already", record.item);
         assert!(memchr::memchr(b'\n', &record.line).is_none(), "the line of item {} holds a newline", record.item);
         self.items.set(bit);
-        if record.outcome == OutcomeKind::Failed {
+        if record.outcome != OutcomeKind::Completed {
             self.failed.set(bit);
         }
         let meta = RecordMeta {
@@ -446,7 +446,7 @@ mod tests {
             assert!(crate::json::is_object(line), "{}", String::from_utf8_lossy(line));
         }
         assert_eq!(parts.items.ones().collect::<Vec<_>>(), [0, 7, 29]);
-        assert_eq!(parts.failed.ones().collect::<Vec<_>>(), [0], "an expired item is done and not failed");
+        assert_eq!(parts.failed.ones().collect::<Vec<_>>(), [0, 29], "an expired item may run again too");
         assert_eq!(parts.code_counts, r#"{"batch_expired":2,"ok":1}"#);
         assert_eq!(parts.usage.input_tokens, 9);
     }

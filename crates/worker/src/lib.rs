@@ -12,6 +12,7 @@ pub mod error;
 pub mod failpoints;
 pub mod generate;
 pub mod instant;
+pub mod intake;
 pub mod lifecycle;
 pub mod local;
 pub mod lock;

@@ -258,7 +258,7 @@ impl IndexFile<'_> {
     async fn lower_bound(&self, hash: u64) -> Result<u64, Error> {
         let (mut low, mut high) = (0, self.num_entries);
         // Hashes are spread evenly, so the first guess nearly always hits.
-        let mut guess = (u128::from(hash) * u128::from(self.num_entries) >> 64) as u64;
+        let mut guess = ((u128::from(hash) * u128::from(self.num_entries)) >> 64) as u64;
         loop {
             let start = guess.saturating_sub(WINDOW / 2).clamp(low, high);
             let end = (start + WINDOW).min(high);

@@ -193,11 +193,18 @@ mod tests {
         let mut keep =
             |line: Line<'_>| lines.push((line.number, line.offset, line.end, line.content.map(<[u8]>::to_vec)));
         let mut start = 0;
-        for &edge in edges {
-            splitter.feed(&input[start..edge], &mut keep);
+        for &edge in edges.iter().chain([&input.len()]) {
+            let mut chunk = &input[start..edge];
+            while !chunk.is_empty() {
+                // Breaks after each line: the rest of the chunk is fed again.
+                let taken = splitter.feed(chunk, |line| {
+                    keep(line);
+                    ControlFlow::Break(())
+                });
+                chunk = &chunk[taken..];
+            }
             start = edge;
         }
-        splitter.feed(&input[start..], &mut keep);
         splitter.finish(&mut keep);
         lines
     }

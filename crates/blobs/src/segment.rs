@@ -332,7 +332,7 @@ impl SegmentReader {
         let byte_len = bytes.len() as u64;
         let range = Footer::range(byte_len, num_records);
         let footer = Footer::parse(&name, slice(&bytes, range), byte_len)?;
-        let head = head_of(&bytes).ok_or_else(|| Error::damaged(&name, "its head cannot be read"))?;
+        let head = parse_head(&bytes).ok_or_else(|| Error::damaged(&name, "its head cannot be read"))?;
         Ok(Self { name, bytes, footer, head })
     }
 
@@ -375,7 +375,8 @@ pub fn meta_of(name: &ObjectName, record: &[u8], span: &RecordSpan) -> Result<Re
         .ok_or_else(|| Error::damaged(name, format!("the record of item {} cannot be read", span.item)))
 }
 
-fn head_of(bytes: &[u8]) -> Option<SegmentHead> {
+/// Reads the head from a segment's first bytes.
+pub fn parse_head(bytes: &[u8]) -> Option<SegmentHead> {
     let line = &bytes[..memchr::memchr(b'\n', bytes)?];
     serde_json::from_slice(line.strip_prefix(b"{\"segment\":")?.strip_suffix(b"}")?).ok()
 }

@@ -19,6 +19,18 @@ pub const ALL: &[&str] = &[
     "worker::probe_after_set",
     "worker::shard_before_release",
     "worker::shard_after_release",
+    "intake::after_run_object",
+    "intake::after_index_object",
+    "intake::after_record",
+    "intake::before_finish",
+    "intake::after_finish",
+    "finalize::after_fence",
+    "finalize::after_shard",
+    "finalize::before_output_object",
+    "finalize::after_output_object",
+    "finalize::after_error_object",
+    "finalize::after_manifest_object",
+    "finalize::after_finish",
 ];
 
 #[cfg(test)]
@@ -27,7 +39,13 @@ mod tests {
 
     #[test]
     fn list_names_every_place_in_the_code() {
-        let sources = [include_str!("shard_run.rs"), include_str!("checkpoint.rs"), include_str!("feed.rs")];
+        let sources = [
+            include_str!("shard_run.rs"),
+            include_str!("checkpoint.rs"),
+            include_str!("feed.rs"),
+            include_str!("lifecycle/intake.rs"),
+            include_str!("lifecycle/finalize.rs"),
+        ];
         let mut found: Vec<&str> = sources
             .iter()
             .flat_map(|source| source.split("fail_point!(\"").skip(1))

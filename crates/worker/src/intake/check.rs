@@ -123,12 +123,12 @@ fn check_custom_id<'a>(envelope: &Envelope<'a>, line: Option<u64>, findings: &mu
 }
 
 fn check_route(envelope: &Envelope<'_>, line: Option<u64>, endpoint: Endpoint, findings: &mut Findings) {
-    if !envelope.method.is_some_and(|method| &*method.text() == b"POST") {
+    if envelope.method.is_none_or(|method| &*method.text() != b"POST") {
         findings.add(IntakeCode::InvalidRequest, line, Some("method"), || {
             format!("method must be exactly \"POST\", found {}", shown(envelope.method))
         });
     }
-    if !envelope.url.is_some_and(|url| *url.text() == *endpoint.as_str().as_bytes()) {
+    if envelope.url.is_none_or(|url| *url.text() != *endpoint.as_str().as_bytes()) {
         findings.add(IntakeCode::UrlMismatch, line, Some("url"), || {
             format!("url must equal the batch's endpoint {endpoint}, found {}", shown(envelope.url))
         });

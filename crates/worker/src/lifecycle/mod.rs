@@ -6,7 +6,11 @@
 //! modules, which know nothing about pools.
 
 pub mod expire;
+pub mod finalize;
+pub mod intake;
+pub mod shard_lines;
 pub mod sweep;
+pub mod undone;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -186,8 +190,10 @@ async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
 }
 
 async fn step(context: &StepContext, lease: &StepLease) -> Result<(), Error> {
-    let _ = (context, lease);
-    Err(Error::Stopped("this build has no such step"))
+    match lease.kind {
+        StepKind::Intake => intake::run(context, lease).await,
+        StepKind::Finalize => finalize::run(context, lease).await,
+    }
 }
 
 /// Renews until the lease is lost or its local deadline is over.

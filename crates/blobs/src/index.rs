@@ -107,8 +107,7 @@ pub struct Runs<'a> {
 /// Merges runs; writes the index to `out` when given, and finds twins, keeping at
 /// most `twins_max` of them. Memory is bounded whatever the number of entries.
 pub async fn merge(runs: Runs<'_>, out: Option<(&Blobs, ObjectName)>, twins_max: usize) -> Result<Twins, Error> {
-    let num_entries =
-        runs.last.len() as u64 + runs.written.iter().map(|(_, bytes)| bytes / ENTRY_BYTES).sum::<u64>();
+    let num_entries = runs.last.len() as u64 + runs.written.iter().map(|(_, bytes)| bytes / ENTRY_BYTES).sum::<u64>();
     let mut writer = match out {
         Some((blobs, name)) => Some(blobs.writer(&name).await?),
         None => None,
@@ -307,7 +306,8 @@ mod tests {
         let (blobs, job) = (Blobs::memory(), JobId::new());
         let key = IndexKey::of(job);
         for num_items in [0u32, 1, 63, 64, 65, 20_000] {
-            let all: Vec<Entry> = (0..num_items).map(|item| entry(key.hash(format!("id {item}").as_bytes()), item)).collect();
+            let all: Vec<Entry> =
+                (0..num_items).map(|item| entry(key.hash(format!("id {item}").as_bytes()), item)).collect();
             let (first, rest) = all.split_at(all.len() / 3);
             let (second, last) = rest.split_at(rest.len() / 2);
             let mut last = last.to_vec();
@@ -328,7 +328,9 @@ mod tests {
     #[tokio::test]
     async fn twins_are_found_across_runs_and_the_first_are_kept() {
         let (blobs, job) = (Blobs::memory(), JobId::new());
-        let written = write_runs(&blobs, job, &[vec![entry(5, 0), entry(9, 1), entry(5, 2)], vec![entry(7, 3), entry(5, 4)]]).await;
+        let written =
+            write_runs(&blobs, job, &[vec![entry(5, 0), entry(9, 1), entry(5, 2)], vec![entry(7, 3), entry(5, 4)]])
+                .await;
         let last = [entry(7, 6), entry(8, 5)];
         let twins = merge(Runs { blobs: &blobs, written, last: &last }, None, 2).await.unwrap();
         let kept = [Twin { later: 2, first: 0, hash: 5 }, Twin { later: 4, first: 0, hash: 5 }];
@@ -352,7 +354,10 @@ mod tests {
     async fn cut_index_is_damaged_and_absent_one_is_missing() {
         let (blobs, job) = (Blobs::memory(), JobId::new());
         assert!(find(&blobs, job, b"x").await.unwrap_err().is_missing());
-        blobs.put(&ObjectName::index(job), Bytes::from_static(b"OVNIDX01\0\0\0\0\0\0\0\x02abcdefghijkl")).await.unwrap();
+        blobs
+            .put(&ObjectName::index(job), Bytes::from_static(b"OVNIDX01\0\0\0\0\0\0\0\x02abcdefghijkl"))
+            .await
+            .unwrap();
         assert!(matches!(find(&blobs, job, b"x").await, Err(Error::Damaged { .. })));
     }
 }

@@ -108,11 +108,7 @@ impl LineSplitter {
         }
     }
 
-    fn end_line(
-        &mut self,
-        head: &[u8],
-        on_line: &mut impl FnMut(Line<'_>) -> ControlFlow<()>,
-    ) -> ControlFlow<()> {
+    fn end_line(&mut self, head: &[u8], on_line: &mut impl FnMut(Line<'_>) -> ControlFlow<()>) -> ControlFlow<()> {
         let whole = if self.held.is_empty() && !self.too_long {
             Some(head)
         } else {

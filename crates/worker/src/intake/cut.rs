@@ -4,8 +4,8 @@
 //! with few such shards is cut finer, which is known only when it ends or is long
 //! enough; until then both cuts are kept.
 
-use overnight_types::{ItemIndex, Limits, ShardIndex};
 use overnight_store::NewShard;
+use overnight_types::{ItemIndex, Limits, ShardIndex};
 use serde::{Deserialize, Serialize};
 
 /// Cuts in progress; saved between pieces.
@@ -156,7 +156,13 @@ mod tests {
     }
 
     fn limits() -> Limits {
-        Limits { shard_items_max: 8, shard_bytes_max: 100, small_shard_items_max: 2, small_file_shards: 3, ..Limits::default() }
+        Limits {
+            shard_items_max: 8,
+            shard_bytes_max: 100,
+            small_shard_items_max: 2,
+            small_file_shards: 3,
+            ..Limits::default()
+        }
     }
 
     #[track_caller]

@@ -57,8 +57,7 @@ pub async fn verify(
     twins: Twins,
     limits: &Limits,
 ) -> Result<Duplicates, SourceError> {
-    let mut items: Vec<u64> =
-        twins.kept.iter().flat_map(|twin| [twin.first, twin.later]).map(u64::from).collect();
+    let mut items: Vec<u64> = twins.kept.iter().flat_map(|twin| [twin.first, twin.later]).map(u64::from).collect();
     items.sort_unstable();
     items.dedup();
     let seen = read_ids(source, cuts, &items, limits).await?;

@@ -16,11 +16,11 @@ use overnight_store::NewShard;
 use overnight_types::JobId;
 use serde::{Deserialize, Serialize};
 
+use super::IntakeOptions;
 use super::check::{self, BodyCheck, BodyFinding, FirstModel, KnownModels};
 use super::cut::Cutter;
 use super::findings::{Findings, IntakeCode};
 use super::source::{Source, SourceError};
-use super::IntakeOptions;
 
 /// Of the saved form.
 const VERSION: u32 = 1;

@@ -149,8 +149,13 @@ fn shards_with_segments<'a>(
         segments_from: u32,
         segments_end: bool,
     }
-    let start =
-        Reading { next_shard: 0, shards: VecDeque::new(), segments: VecDeque::new(), segments_from: 0, segments_end: false };
+    let start = Reading {
+        next_shard: 0,
+        shards: VecDeque::new(),
+        segments: VecDeque::new(),
+        segments_from: 0,
+        segments_end: false,
+    };
     stream::try_unfold(start, move |mut reading| async move {
         if reading.next_shard >= job.num_shards {
             return Ok(None);
@@ -279,9 +284,8 @@ fn manifest(
     error_id: FileId,
     error: Option<(Written, u64)>,
 ) -> Manifest {
-    let entry = |id, written: Option<(Written, u64)>| {
-        written.map(|(written, lines)| FileEntry::new(id, &written, Some(lines)))
-    };
+    let entry =
+        |id, written: Option<(Written, u64)>| written.map(|(written, lines)| FileEntry::new(id, &written, Some(lines)));
     let input = Written { bytes: job.input_bytes, sha256: job.input_sha256 };
     Manifest {
         version: Manifest::VERSION,

@@ -146,12 +146,7 @@ async fn recorded_cuts(store: &dyn Store, job: &Job) -> Result<Vec<NewShard>, Er
     }
 }
 
-async fn record(
-    context: &StepContext,
-    lease: &StepLease,
-    pass: &Pass,
-    shards: Vec<NewShard>,
-) -> Result<(), Error> {
+async fn record(context: &StepContext, lease: &StepLease, pass: &Pass, shards: Vec<NewShard>) -> Result<(), Error> {
     let progress = IntakeProgress { offset: pass.offset(), notes: pass.save() };
     let recorded = context.store.record_intake_if_leased(lease, progress, shards).await;
     held(recorded.map_err(Error::store("record intake"))?)

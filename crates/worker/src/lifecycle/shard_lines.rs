@@ -53,7 +53,8 @@ impl ShardLines {
             for (record, span) in (0..).zip(loaded.spans()) {
                 let bit = span.item.0.checked_sub(shard.cut.first_item.0).and_then(|bit| u32::try_from(bit).ok());
                 let Some(bit) = bit.filter(|bit| *bit < shard.cut.num_items && row.new.items.get(*bit)) else {
-                    let what = format!("segment {} holds item {}, which its row does not name", name_of(row), span.item);
+                    let what =
+                        format!("segment {} holds item {}, which its row does not name", name_of(row), span.item);
                     return Err(Error::Damaged { job: job.id, what });
                 };
                 lines.slots[bit as usize] = Some((number, record));
@@ -81,7 +82,8 @@ impl ShardLines {
             }
             Loaded::Ranged { name, spans, .. } => {
                 let span = &spans[record as usize];
-                let bytes = blobs.read_range(name, span.record_range()).await.map_err(Error::blobs("read an outcome"))?;
+                let bytes =
+                    blobs.read_range(name, span.record_range()).await.map_err(Error::blobs("read an outcome"))?;
                 let meta = segment::meta_of(name, &bytes, span).map_err(Error::blobs("read an outcome"))?;
                 let (start, end) = (span.line.0 - span.record.0, span.line.1 - span.record.0);
                 Ok((meta, bytes.slice(start as usize..end as usize)))

@@ -51,7 +51,8 @@ pub async fn undone_lines(
         }
         let envelope = line.content.and_then(|content| Envelope::parse(content).ok());
         let custom_id = envelope.and_then(|envelope| envelope.custom_id);
-        let custom_id = custom_id.ok_or_else(|| damaged(format!("line {} of the input cannot be read", line.number)))?;
+        let custom_id =
+            custom_id.ok_or_else(|| damaged(format!("line {} of the input cannot be read", line.number)))?;
         let item = ItemIndex(cut.first_item.0 + u64::from(bit));
         made.push((item, error_line(BatchRequestId { job: job.id, item }, custom_id.token, code, message)));
     }

@@ -1,1 +1,139 @@
-//! The contract of `store` on SQLite; owns `migrations/sqlite`.
+//! The store's contract on SQLite: one file, one writer connection, readers apart.
+//!
+//! Invariant: every write transaction is `begin immediate` on the one writer
+//! connection, is short, and is durable on return (WAL, synchronous=FULL).
+//! Several processes of one machine may open the same file; never put it on a
+//! network file system. Knows nothing about objects, the engine or HTTP.
+//! Start with [`SqliteStore::open`], then `commit.rs`, the durable path's heart.
+//! Every moment is read from the database inside the transaction that uses it.
+
+#![warn(missing_docs, clippy::unwrap_used)]
+
+mod attempts;
+mod commit;
+mod error;
+mod events;
+mod faults;
+mod files;
+mod jobs;
+mod maintain;
+mod migrate;
+mod options;
+mod purge;
+mod reopen;
+mod row;
+mod segments;
+mod shards;
+mod steps;
+mod take_back;
+mod transaction;
+mod workers;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use overnight_store::{Error, Store, Wake};
+use overnight_types::Timestamp;
+use sqlx::SqlitePool;
+use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
+use tokio::sync::Notify;
+
+pub use migrate::{SchemaState, migrate, schema_state};
+pub use options::{ClockOffset, Options};
+
+/// How long a call waits for a free connection before it is an error.
+const ACQUIRE_MAX: Duration = Duration::from_secs(30);
+
+/// The store in one SQLite file. Clones share their connections.
+#[derive(Clone, Debug)]
+pub struct SqliteStore {
+    writer: SqlitePool,
+    readers: SqlitePool,
+    wake: Arc<Notify>,
+    path: PathBuf,
+    connect: SqliteConnectOptions,
+    clock_offset: ClockOffset,
+    epoch_guard: bool,
+}
+
+impl SqliteStore {
+    /// Opens the file, creating and migrating it where needed. A database of a
+    /// newer schema is [`Error::NewerSchema`]; without [`Options::migrate`] an
+    /// older one is [`Error::Schema`].
+    pub async fn open(path: impl AsRef<Path>, options: Options) -> Result<Self, Error> {
+        let path = path.as_ref().to_owned();
+        let doing = "open the database";
+        let writer = SqlitePoolOptions::new()
+            .max_connections(1)
+            .min_connections(1)
+            .acquire_timeout(ACQUIRE_MAX)
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .test_before_acquire(false)
+            .connect_with(options.connect(&path))
+            .await
+            .map_err(error::failed(doing))?;
+        if let Err(err) = migrate::prepare(&writer, options.migrate).await {
+            writer.close().await;
+            return Err(err);
+        }
+        let readers = SqlitePoolOptions::new()
+            .max_connections(options.readers.max(1))
+            .acquire_timeout(ACQUIRE_MAX)
+            .test_before_acquire(false)
+            .connect_with(options.connect(&path).pragma("query_only", "on"))
+            .await
+            .map_err(error::failed(doing))?;
+        Ok(Self {
+            writer,
+            readers,
+            wake: Arc::new(Notify::new()),
+            connect: options.connect(&path),
+            path,
+            clock_offset: options.clock_offset,
+            epoch_guard: !options.unsafe_without_epoch_guard,
+        })
+    }
+
+    /// Closes every connection, with the log folded into the file. Calls after it fail.
+    pub async fn close(&self) {
+        self.readers.close().await;
+        self.writer.close().await;
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+#[async_trait]
+impl Wake for SqliteStore {
+    async fn woken(&self) {
+        self.wake.notified().await;
+    }
+}
+
+#[async_trait]
+impl Store for SqliteStore {
+    fn backend(&self) -> &'static str {
+        "sqlite"
+    }
+
+    async fn now(&self) -> Result<Timestamp, Error> {
+        let doing = "read the database's clock";
+        let mut connection = self.readers.acquire().await.map_err(error::failed(doing))?;
+        let now = transaction::read_clock(&mut connection, &self.clock_offset).await.map_err(error::failed(doing))?;
+        Ok(Timestamp::from_micros(now))
+    }
+
+    async fn check(&self) -> Result<Vec<String>, Error> {
+        self.find_faults_of_structure().await
+    }
+
+    async fn size_bytes(&self) -> Result<u64, Error> {
+        self.bytes_on_disk()
+    }
+}

@@ -43,6 +43,14 @@ pub enum Error {
         /// Version of this binary.
         needed: i64,
     },
+    /// The schema is of a newer binary; this one would not keep its promises.
+    #[error("database schema is at version {found}, newer than this binary knows ({needed}); run a newer `batch`")]
+    NewerSchema {
+        /// Version in the database.
+        found: i64,
+        /// Version of this binary.
+        needed: i64,
+    },
     /// A row that the call names is not there.
     #[error("no such {what}: {id}")]
     Missing {
@@ -58,9 +66,11 @@ impl Error {
     pub fn class(&self) -> Class {
         match self {
             Error::Unavailable { .. } => Class::Transient,
-            Error::Refused { .. } | Error::Damaged { .. } | Error::Schema { .. } | Error::Missing { .. } => {
-                Class::Permanent
-            }
+            Error::Refused { .. }
+            | Error::Damaged { .. }
+            | Error::Schema { .. }
+            | Error::NewerSchema { .. }
+            | Error::Missing { .. } => Class::Permanent,
         }
     }
 }

@@ -190,7 +190,10 @@ pub struct Reopen {
     /// A new window, text and length; the job's own when `None`. It starts now.
     pub window: Option<(String, Duration)>,
     /// Segments, durable already, with the `batch_expired` or `batch_cancelled`
-    /// lines of undone items that a selective retry leaves out.
+    /// lines of undone items that a selective retry leaves out: for each shard that
+    /// has such items exactly one, under the shard's epoch and `next_seq` as read,
+    /// holding exactly those items, all marked failed. A shard that has moved on
+    /// since makes the re-opening lost; any other mismatch is refused.
     pub leftover_segments: Vec<crate::NewSegment>,
 }
 
@@ -243,7 +246,9 @@ pub trait Jobs {
     /// !failed` for what runs again, `failed` cleared, epochs raised, timestamps
     /// and file ids back to null. A job that was cancelled before intake ended
     /// goes back to `validating`. Lost in any other state; also lost (with the
-    /// state) when no item would run.
+    /// state) when no item would run, or when the input file is deleted or expired.
+    /// The retry budget starts anew. Usage of outcomes that run again stays in
+    /// [`Progress::usage`] until finalize has the exact sum.
     async fn reopen_job_if_ended(&self, id: JobId, reopen: Reopen) -> Result<Guarded<JobState, Reopened>, Error>;
 
     /// Releases every lease of a running job whose worker's row is not live, at once.

@@ -54,8 +54,11 @@ pub struct Shard {
     pub lease_until: Option<Timestamp>,
     /// Consecutive leases that ran out without a commit.
     pub crashes: u32,
-    /// The item that runs alone, in isolation.
+    /// The item that ran alone when the latest lease was taken back, or that runs
+    /// alone now. A claimed shard that has one goes on in isolation, with this item first.
     pub probe_item: Option<ItemIndex>,
+    /// Leases that ran out while `probe_item` ran alone under them.
+    pub probe_deaths: u32,
     /// Sequence number of its next segment.
     pub next_seq: u32,
     /// Bit per item that has an outcome.
@@ -197,8 +200,10 @@ pub trait Shards {
         why: crate::AttemptEnd,
     ) -> Result<Guarded<ShardState, ()>, Error>;
 
-    /// Names the item that is about to run alone. Before an item's first probe,
-    /// `crashes` is as claimed; each further death while it is named is counted by the claim.
+    /// Names the item that is about to run alone under this lease. If the lease then
+    /// runs out, `probe_deaths` rises; a lease that ran out before it named the item
+    /// again does not count. Another item, or none, starts `probe_deaths` at 0; so
+    /// does any commit, which also takes the name away. A release keeps both.
     async fn set_probe_if_leased(
         &self,
         key: ShardKey,
@@ -208,6 +213,11 @@ pub trait Shards {
     /// Releases at once every shard and step lease of workers known to be dead on
     /// this host. Each counts as a crash, as expiry would. Returns how many.
     async fn release_leases_of_dead(&self, workers: &[WorkerId]) -> Result<u32, Error>;
+
+    /// Takes back leases that ran out, oldest first, at most `limit`; each counts as
+    /// a crash, as a claim would count it. Called again and again by the sweep, so
+    /// that no shard stays leased because nobody claims. Returns how many.
+    async fn release_expired_leases(&self, limit: u32) -> Result<u32, Error>;
 
     /// States of the jobs that a worker holds, in one query.
     async fn find_job_signals(&self, jobs: &[JobId]) -> Result<Vec<JobSignal>, Error>;

@@ -105,7 +105,9 @@ pub trait Steps {
     async fn fence_shards_if_leased(&self, lease: &StepLease) -> Result<Guarded<JobState, ()>, Error>;
 
     /// Ends the job: file rows, terminal state, its timestamp, final counts and the
-    /// outbox event in one transaction; faults are dropped.
+    /// outbox event in one transaction; faults are dropped. Refused when the counts
+    /// are not those of the shards' bits, undone items counting as the job's ending:
+    /// the accounting is closed at every end.
     async fn finish_job_if_leased(
         &self,
         lease: &StepLease,

@@ -1,0 +1,107 @@
+//! Rows of item faults.
+
+use overnight_store::{Error, Fault, Guarded, NewFault, ShardKey};
+use overnight_types::{ItemIndex, JobId, ShardState};
+use sqlx::SqliteConnection;
+use sqlx::sqlite::SqliteRow;
+
+use crate::SqliteStore;
+use crate::error::{damaged, failed, refused};
+use crate::row::{Read, after, int, key};
+
+/// Longest message kept, characters.
+const MESSAGE_CHARS_MAX: usize = 1_000;
+
+impl SqliteStore {
+    pub(crate) async fn record_faults(
+        &self,
+        shard: ShardKey,
+        faults: &[NewFault],
+    ) -> Result<Guarded<ShardState, ()>, Error> {
+        let doing = "record faults";
+        let mut write = self.write(doing).await?;
+        let row = sqlx::query("select * from shards where job_id = ?1 and shard_index = ?2")
+            .bind(key(shard.job.uuid()))
+            .bind(shard.shard.0)
+            .fetch_optional(&mut *write)
+            .await
+            .map_err(failed(doing))?;
+        let Some(row) = row else { return Ok(Guarded::Lost { now: None }) };
+        let state: ShardState = row.word("state")?;
+        if state != ShardState::Leased || row.u64("epoch")? != shard.epoch.0 {
+            return Ok(Guarded::Lost { now: Some(state) });
+        }
+        let (first, num_items) = (row.u64("first_item")?, row.u32("num_items")?);
+        let done = row.bitmap("done", num_items)?;
+        for fault in faults {
+            let bit = fault.item.0.checked_sub(first).and_then(|bit| u32::try_from(bit).ok());
+            let bit = bit.filter(|bit| *bit < num_items);
+            let bit = bit.ok_or_else(|| refused(doing, format!("item {} is not of this shard", fault.item)))?;
+            if done.get(bit) {
+                return Ok(Guarded::Lost { now: Some(state) });
+            }
+        }
+        let rows: Vec<_> = faults.iter().map(|fault| as_json(fault, write.now)).collect();
+        sqlx::query(
+            "insert into item_faults (job_id, item_index, attempts, not_before, http_status, code, message)
+            select ?1, value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5
+            from json_each(?2) where true
+            on conflict (job_id, item_index) do update set attempts = excluded.attempts,
+                not_before = excluded.not_before, http_status = excluded.http_status,
+                code = excluded.code, message = excluded.message",
+        )
+        .bind(key(shard.job.uuid()))
+        .bind(serde_json::Value::from(rows).to_string())
+        .execute(&mut *write)
+        .await
+        .map_err(failed(doing))?;
+        sqlx::query("update jobs set retries_used = retries_used + ?2 where job_id = ?1")
+            .bind(key(shard.job.uuid()))
+            .bind(int(faults.len() as u64))
+            .execute(&mut *write)
+            .await
+            .map_err(failed(doing))?;
+        self.commit(write).await?;
+        Ok(Guarded::Applied(()))
+    }
+}
+
+fn as_json(fault: &NewFault, now: i64) -> serde_json::Value {
+    let message: String = fault.message.chars().take(MESSAGE_CHARS_MAX).collect();
+    serde_json::json!([fault.item.0, fault.attempts, after(now, fault.delay), fault.http_status, fault.code, message])
+}
+
+/// Faults of a job's items from `from` up to but not with `to`, by index.
+pub(crate) async fn list(
+    connection: &mut SqliteConnection,
+    job: JobId,
+    from: ItemIndex,
+    to: ItemIndex,
+    limit: u32,
+) -> Result<Vec<Fault>, Error> {
+    let rows = sqlx::query(
+        "select * from item_faults where job_id = ?1 and item_index >= ?2 and item_index < ?3
+        order by item_index limit ?4",
+    )
+    .bind(key(job.uuid()))
+    .bind(int(from.0))
+    .bind(int(to.0))
+    .bind(limit)
+    .fetch_all(connection)
+    .await
+    .map_err(failed("list faults"))?;
+    rows.iter().map(read).collect()
+}
+
+fn read(row: &SqliteRow) -> Result<Fault, Error> {
+    let http_status = row.int_or_null("http_status")?;
+    let as_status = |status: i64| u16::try_from(status).map_err(|_| damaged("item_faults.http_status", status));
+    Ok(Fault {
+        item: ItemIndex(row.u64("item_index")?),
+        attempts: row.u32("attempts")?,
+        not_before: row.at("not_before")?,
+        http_status: http_status.map(as_status).transpose()?,
+        code: row.text("code")?,
+        message: row.text("message")?,
+    })
+}

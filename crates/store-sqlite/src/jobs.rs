@@ -1,0 +1,525 @@
+//! Rows of jobs, and the moves that doors make.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use overnight_store::{
+    CancelMode, Error, Guarded, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Page, Progress, Reopen,
+    Reopened,
+};
+use overnight_types::{Ending, FileId, JobId, JobState, OutcomeCounts, Timestamp, Usage};
+use sqlx::sqlite::SqliteRow;
+
+use crate::error::{damaged, failed};
+use crate::files::{PAGE_MAX, page};
+use crate::row::{Read, after, hex_list, key, micros};
+use crate::take_back::{self, ShardList};
+use crate::transaction::Write;
+use crate::{SqliteStore, workers};
+
+/// An idempotency key goes this long after its use.
+const KEY_KEPT_US: i64 = 7 * 24 * 3_600_000_000;
+
+#[async_trait]
+impl Jobs for SqliteStore {
+    async fn insert_job(&self, job: NewJob, key: Option<IdempotencyKey>) -> Result<InsertJob, Error> {
+        let mut write = self.write("record a job").await?;
+        if let Some(key) = &key
+            && let Some(answer) = find_by_key(&mut write, key).await?
+        {
+            return Ok(answer);
+        }
+        let Some(job) = insert(&mut write, &job).await? else { return Ok(InsertJob::NoInput) };
+        if let Some(key) = &key {
+            insert_key(&mut write, key, job.id).await?;
+        }
+        write.record_event(job.id, "created", "").await?;
+        write.wakes();
+        self.commit(write).await?;
+        Ok(InsertJob::Created(job))
+    }
+
+    async fn find_job(&self, id: JobId) -> Result<Option<Job>, Error> {
+        let row = sqlx::query("select * from jobs where job_id = ?1 and deleted_at is null")
+            .bind(key(id.uuid()))
+            .fetch_optional(&self.readers)
+            .await
+            .map_err(failed("find a job"))?;
+        row.as_ref().map(read).transpose()
+    }
+
+    async fn list_jobs(&self, query: JobQuery) -> Result<Page<Job>, Error> {
+        let doing = "list jobs";
+        let after: Option<i64> = match query.after {
+            None => None,
+            Some(id) => sqlx::query_scalar("select created_at from jobs where job_id = ?1 and deleted_at is null")
+                .bind(key(id.uuid()))
+                .fetch_optional(&self.readers)
+                .await
+                .map_err(failed(doing))?
+                .map(Some)
+                .ok_or_else(|| missing(id))?,
+        };
+        let limit = query.limit.clamp(1, PAGE_MAX);
+        let states: Vec<_> = query.states.iter().map(JobState::as_str).collect();
+        let rows = sqlx::query(
+            "select * from jobs
+            where deleted_at is null
+                and (?1 is null or (created_at, job_id) < (?1, ?2))
+                and (?3 is null or state in (select value from json_each(?3)))
+                and (?4 is null or model = ?4)
+                and (?5 is null or created_at >= ?5)
+            order by created_at desc, job_id desc limit ?6",
+        )
+        .bind(after)
+        .bind(query.after.map(|id| key(id.uuid())))
+        .bind((!states.is_empty()).then(|| serde_json::json!(states).to_string()))
+        .bind(query.model)
+        .bind(query.since.map(|since| since.micros()))
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.readers)
+        .await
+        .map_err(failed(doing))?;
+        page(rows, limit, read)
+    }
+
+    async fn find_progress(&self, id: JobId) -> Result<Progress, Error> {
+        let found = self.find_progress_of(&[id]).await?;
+        found.into_iter().next().map(|(_, progress)| progress).ok_or_else(|| missing(id))
+    }
+
+    async fn pause_job_if_active(&self, id: JobId) -> Result<Guarded<JobState, Job>, Error> {
+        let mut write = self.write("pause a job").await?;
+        let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
+        if !matches!(job.state, JobState::Validating | JobState::InProgress) {
+            return Ok(Guarded::Lost { now: Some(job.state) });
+        }
+        if job.paused_at.is_some() {
+            return Ok(Guarded::Applied(job));
+        }
+        let job = set_paused(&mut write, id, true).await?;
+        write.record_event(id, "paused", "").await?;
+        self.commit(write).await?;
+        Ok(Guarded::Applied(job))
+    }
+
+    async fn unpause_job_if_active(&self, id: JobId) -> Result<Guarded<JobState, Job>, Error> {
+        let mut write = self.write("go on with a job").await?;
+        let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
+        if job.state.is_terminal() {
+            return Ok(Guarded::Lost { now: Some(job.state) });
+        }
+        if job.paused_at.is_none() {
+            return Ok(Guarded::Applied(job));
+        }
+        let job = set_paused(&mut write, id, false).await?;
+        write.record_event(id, "unpaused", "").await?;
+        write.wakes();
+        self.commit(write).await?;
+        Ok(Guarded::Applied(job))
+    }
+
+    async fn cancel_job_if_active(
+        &self,
+        id: JobId,
+        mode: CancelMode,
+        drain: Duration,
+    ) -> Result<Guarded<JobState, Job>, Error> {
+        let mut write = self.write("cancel a job").await?;
+        let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
+        let cancelled = match job.state {
+            JobState::Validating | JobState::InProgress => enter_cancelling(&mut write, &job, mode, drain).await?,
+            JobState::Cancelling if mode == CancelMode::Now && job.cancel_mode == CancelMode::Drain => {
+                sharpen_cancel(&mut write, id).await?
+            }
+            JobState::Cancelling | JobState::Cancelled => return Ok(Guarded::Applied(job)),
+            _ => return Ok(Guarded::Lost { now: Some(job.state) }),
+        };
+        write.wakes();
+        self.commit(write).await?;
+        Ok(Guarded::Applied(cancelled))
+    }
+
+    async fn reopen_job_if_ended(&self, id: JobId, reopen: Reopen) -> Result<Guarded<JobState, Reopened>, Error> {
+        self.reopen(id, reopen).await
+    }
+
+    async fn release_lost_leases(&self, id: JobId) -> Result<u32, Error> {
+        let doing = "release lost leases";
+        let mut write = self.write(doing).await?;
+        let rows = sqlx::query(
+            "select s.job_id, s.shard_index from shards s
+            where s.job_id = ?1 and s.state = 'leased'
+                and not exists (select 1 from workers w where w.worker_id = s.owner and w.seen_at >= ?2)",
+        )
+        .bind(key(id.uuid()))
+        .bind(write.now - workers::LIVE_US)
+        .fetch_all(&mut *write)
+        .await
+        .map_err(failed(doing))?;
+        let shards = ShardList::from_rows(&rows)?;
+        if shards.is_empty() {
+            return Ok(0);
+        }
+        take_back::lost(&mut write, &shards).await?;
+        self.commit(write).await?;
+        Ok(shards.len())
+    }
+
+    async fn finalize_job_if_done(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error> {
+        let mut write = self.write("finalize a job").await?;
+        let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
+        if job.state != JobState::InProgress || !is_all_done(&mut write, id).await? {
+            return Ok(Guarded::Lost { now: Some(job.state) });
+        }
+        enter_finalizing(&mut write, id, Ending::Completed).await?;
+        self.commit(write).await?;
+        Ok(Guarded::Applied(()))
+    }
+
+    async fn expire_due_jobs(&self, limit: u32) -> Result<Vec<JobId>, Error> {
+        let doing = "expire jobs";
+        let mut write = self.write(doing).await?;
+        let rows = sqlx::query(
+            "select job_id from jobs where state = 'in_progress' and expires_at <= ?1 order by expires_at limit ?2",
+        )
+        .bind(write.now)
+        .bind(limit)
+        .fetch_all(&mut *write)
+        .await
+        .map_err(failed(doing))?;
+        let expired: Vec<JobId> = rows.iter().map(SqliteRow::job_id).collect::<Result<_, _>>()?;
+        if expired.is_empty() {
+            return Ok(expired);
+        }
+        for &job in &expired {
+            take_back::fence(&mut write, job).await?;
+            // The last shard may have ended between its commit and this moment only
+            // through a commit that moved the job on, so something is undone here.
+            enter_finalizing(&mut write, job, Ending::Expired).await?;
+        }
+        self.commit(write).await?;
+        Ok(expired)
+    }
+
+    async fn delete_job_if_terminal(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error> {
+        let doing = "delete a job";
+        let mut write = self.write(doing).await?;
+        let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
+        if !job.state.is_terminal() {
+            return Ok(Guarded::Lost { now: Some(job.state) });
+        }
+        sqlx::query("update jobs set deleted_at = ?2 where job_id = ?1")
+            .bind(key(id.uuid()))
+            .bind(write.now)
+            .execute(&mut *write)
+            .await
+            .map_err(failed(doing))?;
+        write.record_event(id, "deleted", "").await?;
+        self.commit(write).await?;
+        Ok(Guarded::Applied(()))
+    }
+
+    async fn purge_deleted_jobs(&self, limit: u32) -> Result<Vec<JobId>, Error> {
+        self.purge(limit).await
+    }
+
+    async fn find_progress_of(&self, ids: &[JobId]) -> Result<Vec<(JobId, Progress)>, Error> {
+        let doing = "sum up progress";
+        let now = self.read_now(doing).await?;
+        let rows = sqlx::query(
+            "select j.job_id, j.num_items, j.retries_used, j.final_completed, j.final_failed, j.final_cancelled,
+                j.final_expired, j.final_input_tokens, j.final_cached_tokens, j.final_output_tokens,
+                j.final_reasoning_tokens,
+                (select count(*) from item_faults f where f.job_id = j.job_id and f.not_before > ?2) as num_waiting,
+                coalesce(sum(s.num_done), 0) as num_done, coalesce(sum(s.num_failed), 0) as num_failed,
+                coalesce(sum(s.num_cancelled), 0) as num_cancelled, coalesce(sum(s.num_expired), 0) as num_expired,
+                coalesce(sum(s.input_tokens), 0) as input_tokens, coalesce(sum(s.cached_tokens), 0) as cached_tokens,
+                coalesce(sum(s.output_tokens), 0) as output_tokens,
+                coalesce(sum(s.reasoning_tokens), 0) as reasoning_tokens,
+                coalesce(sum(s.state = 'ready'), 0) as shards_ready,
+                coalesce(sum(s.state = 'leased'), 0) as shards_leased,
+                coalesce(sum(s.state = 'done'), 0) as shards_done
+            from jobs j left join shards s on s.job_id = j.job_id and j.in_progress_at is not null
+            where j.job_id in (select unhex(value) from json_each(?1)) and j.deleted_at is null
+            group by j.job_id",
+        )
+        .bind(hex_list(ids.iter().map(JobId::uuid)))
+        .bind(now)
+        .fetch_all(&self.readers)
+        .await
+        .map_err(failed(doing))?;
+        rows.iter().map(|row| Ok((row.job_id()?, read_progress(row)?))).collect()
+    }
+}
+
+fn missing(id: JobId) -> Error {
+    Error::Missing { what: "job", id: id.to_string() }
+}
+
+/// The answer of an earlier create with this key, if one counts still.
+async fn find_by_key(write: &mut Write, wanted: &IdempotencyKey) -> Result<Option<InsertJob>, Error> {
+    let (doing, now) = (write.doing(), write.now);
+    sqlx::query(
+        "delete from idempotency_keys where key in (
+            select k.key from idempotency_keys k where k.created_at < ?1 order by k.created_at limit 10)
+            or key = ?2 and (created_at < ?1
+                or exists (select 1 from jobs j where j.job_id = idempotency_keys.job_id and j.deleted_at is not null))",
+    )
+    .bind(now - KEY_KEPT_US)
+    .bind(&wanted.key)
+    .execute(&mut **write)
+    .await
+    .map_err(failed(doing))?;
+    let row = sqlx::query(
+        "select k.params_sha256, j.* from idempotency_keys k join jobs j on j.job_id = k.job_id where k.key = ?1",
+    )
+    .bind(&wanted.key)
+    .fetch_optional(&mut **write)
+    .await
+    .map_err(failed(doing))?;
+    let Some(row) = row else { return Ok(None) };
+    let same = row.hash("params_sha256")? == wanted.params_sha256;
+    Ok(Some(if same { InsertJob::Existing(read(&row)?) } else { InsertJob::KeyReused }))
+}
+
+async fn insert_key(write: &mut Write, new: &IdempotencyKey, job: JobId) -> Result<(), Error> {
+    let (doing, now) = (write.doing(), write.now);
+    sqlx::query("insert into idempotency_keys (key, params_sha256, job_id, created_at) values (?1, ?2, ?3, ?4)")
+        .bind(&new.key)
+        .bind(&new.params_sha256[..])
+        .bind(key(job.uuid()))
+        .bind(now)
+        .execute(&mut **write)
+        .await
+        .map_err(failed(doing))?;
+    Ok(())
+}
+
+/// Inserts the job with its input's size and hash; `None` without a present input.
+async fn insert(write: &mut Write, job: &NewJob) -> Result<Option<Job>, Error> {
+    let (doing, now) = (write.doing(), write.now);
+    let row = sqlx::query(
+        "insert into jobs (job_id, endpoint, input_file_id, input_bytes, input_sha256, completion_window, window_us,
+            metadata, name, priority, output_expires_after_us, state, created_at, expires_at, step_due_at)
+        select ?1, ?2, f.file_id, f.bytes, f.sha256, ?4, ?5, ?6, ?7, ?8, ?9, 'validating', ?10, ?11, ?10
+        from files f
+        where f.file_id = ?3 and f.purpose = 'batch' and f.deleted_at is null
+            and (f.expires_at is null or f.expires_at > ?10)
+        returning *",
+    )
+    .bind(key(job.id.uuid()))
+    .bind(job.endpoint.as_str())
+    .bind(key(job.input_file_id.uuid()))
+    .bind(&job.completion_window)
+    .bind(micros(job.window))
+    .bind(&job.metadata)
+    .bind(&job.name)
+    .bind(job.priority)
+    .bind(job.output_expires_after.map(micros))
+    .bind(now)
+    .bind(after(now, job.window))
+    .fetch_optional(&mut **write)
+    .await
+    .map_err(failed(doing))?;
+    row.as_ref().map(read).transpose()
+}
+
+async fn set_paused(write: &mut Write, id: JobId, paused: bool) -> Result<Job, Error> {
+    let (doing, now) = (write.doing(), write.now);
+    let row = sqlx::query("update jobs set paused_at = ?2 where job_id = ?1 returning *")
+        .bind(key(id.uuid()))
+        .bind(paused.then_some(now))
+        .fetch_one(&mut **write)
+        .await
+        .map_err(failed(doing))?;
+    read(&row)
+}
+
+async fn enter_cancelling(write: &mut Write, job: &Job, mode: CancelMode, drain: Duration) -> Result<Job, Error> {
+    let (doing, now) = (write.doing(), write.now);
+    // The step lease goes too, so that a running intake can record nothing more.
+    let row = sqlx::query(
+        "update jobs set state = 'cancelling', ending = 'cancelled', cancel_mode = ?2, cancelling_at = ?3,
+            paused_at = null, output_file_id = ?4, error_file_id = ?5, step_owner = null, step_until = null,
+            step_due_at = iif(?2 = 'drain' and exists (
+                select 1 from shards s where s.job_id = jobs.job_id and s.state = 'leased'), ?6, ?3)
+        where job_id = ?1 returning *",
+    )
+    .bind(key(job.id.uuid()))
+    .bind(if mode == CancelMode::Now { "now" } else { "drain" })
+    .bind(now)
+    .bind(key(FileId::new().uuid()))
+    .bind(key(FileId::new().uuid()))
+    .bind(after(now, drain))
+    .fetch_one(&mut **write)
+    .await
+    .map_err(failed(doing))?;
+    write.record_event(job.id, "cancelling", "").await?;
+    read(&row)
+}
+
+async fn sharpen_cancel(write: &mut Write, id: JobId) -> Result<Job, Error> {
+    let (doing, now) = (write.doing(), write.now);
+    let row = sqlx::query(
+        "update jobs set cancel_mode = 'now', step_due_at = min(step_due_at, ?2) where job_id = ?1 returning *",
+    )
+    .bind(key(id.uuid()))
+    .bind(now)
+    .fetch_one(&mut **write)
+    .await
+    .map_err(failed(doing))?;
+    write.record_event(id, "cancelling", "now").await?;
+    read(&row)
+}
+
+/// Takes an `in_progress` job to `finalizing`: draws the ending and the file ids,
+/// makes finalize due. The caller holds the guard.
+pub(crate) async fn enter_finalizing(write: &mut Write, id: JobId, ending: Ending) -> Result<(), Error> {
+    let (doing, now) = (write.doing(), write.now);
+    sqlx::query(
+        "update jobs set state = 'finalizing', ending = ?2, finalizing_at = ?3, paused_at = null,
+            output_file_id = ?4, error_file_id = ?5, step_due_at = ?3, step_owner = null, step_until = null
+        where job_id = ?1",
+    )
+    .bind(key(id.uuid()))
+    .bind(ending.state().as_str())
+    .bind(now)
+    .bind(key(FileId::new().uuid()))
+    .bind(key(FileId::new().uuid()))
+    .execute(&mut **write)
+    .await
+    .map_err(failed(doing))?;
+    write.record_event(id, "finalizing", ending.state().as_str()).await?;
+    write.wakes();
+    Ok(())
+}
+
+/// Whether no shard of the job is ready or leased.
+pub(crate) async fn is_all_done(write: &mut Write, id: JobId) -> Result<bool, Error> {
+    let doing = write.doing();
+    sqlx::query_scalar(
+        "select not exists (select 1 from shards where job_id = ?1 and state = 'ready')
+            and not exists (select 1 from shards where job_id = ?1 and state = 'leased')",
+    )
+    .bind(key(id.uuid()))
+    .fetch_one(&mut **write)
+    .await
+    .map_err(failed(doing))
+}
+
+/// The row of a job that is not deleted.
+pub(crate) async fn find_row(write: &mut Write, id: JobId) -> Result<Option<SqliteRow>, Error> {
+    let doing = write.doing();
+    sqlx::query("select * from jobs where job_id = ?1 and deleted_at is null")
+        .bind(key(id.uuid()))
+        .fetch_optional(&mut **write)
+        .await
+        .map_err(failed(doing))
+}
+
+pub(crate) async fn find(write: &mut Write, id: JobId) -> Result<Option<Job>, Error> {
+    find_row(write, id).await?.as_ref().map(read).transpose()
+}
+
+pub(crate) fn read(row: &SqliteRow) -> Result<Job, Error> {
+    let ending = match row.text_or_null("ending")?.as_deref() {
+        None => None,
+        Some("completed") => Some(Ending::Completed),
+        Some("expired") => Some(Ending::Expired),
+        Some("cancelled") => Some(Ending::Cancelled),
+        Some(other) => return Err(damaged("jobs.ending", other)),
+    };
+    let priority = row.int("priority")?;
+    let file = |column| Ok::<_, Error>(row.uuid_or_null(column)?.map(FileId::from_uuid));
+    let (final_counts, final_usage) = read_final(row)?.unzip();
+    Ok(Job {
+        id: row.job_id()?,
+        endpoint: row.word("endpoint")?,
+        model: row.text_or_null("model")?,
+        input_file_id: row.file_id("input_file_id")?,
+        input_bytes: row.u64("input_bytes")?,
+        input_sha256: row.hash("input_sha256")?,
+        completion_window: row.text("completion_window")?,
+        window: row.length("window_us")?,
+        metadata: row.text_or_null("metadata")?,
+        name: row.text_or_null("name")?,
+        priority: i32::try_from(priority).map_err(|_| damaged("jobs.priority", priority))?,
+        output_expires_after: row
+            .int_or_null("output_expires_after_us")?
+            .map(|length| Duration::from_micros(length.unsigned_abs())),
+        state: row.word("state")?,
+        ending,
+        cancel_mode: if row.text("cancel_mode")? == "now" { CancelMode::Now } else { CancelMode::Drain },
+        paused_at: row.at_or_null("paused_at")?,
+        round: row.u32("round")?,
+        created_at: row.at("created_at")?,
+        in_progress_at: row.at_or_null("in_progress_at")?,
+        expires_at: row.at("expires_at")?,
+        finalizing_at: row.at_or_null("finalizing_at")?,
+        completed_at: row.at_or_null("completed_at")?,
+        failed_at: row.at_or_null("failed_at")?,
+        expired_at: row.at_or_null("expired_at")?,
+        cancelling_at: row.at_or_null("cancelling_at")?,
+        cancelled_at: row.at_or_null("cancelled_at")?,
+        num_items: row.u64("num_items")?,
+        num_shards: row.u32("num_shards")?,
+        output_file_id: file("output_file_id")?,
+        error_file_id: file("error_file_id")?,
+        final_counts,
+        final_usage,
+        errors: row.text_or_null("errors")?,
+        intake_offset: row.u64("intake_offset")?,
+        intake_notes: row.text_or_null("intake_notes")?,
+    })
+}
+
+fn read_final(row: &SqliteRow) -> Result<Option<(OutcomeCounts, Usage)>, Error> {
+    if row.int_or_null("final_completed")?.is_none() {
+        return Ok(None);
+    }
+    let counts = OutcomeCounts {
+        total: row.u64("num_items")?,
+        completed: row.u64("final_completed")?,
+        failed: row.u64("final_failed")?,
+        cancelled: row.u64("final_cancelled")?,
+        expired: row.u64("final_expired")?,
+    };
+    let usage = Usage {
+        input_tokens: row.u64("final_input_tokens")?,
+        cached_tokens: row.u64("final_cached_tokens")?,
+        output_tokens: row.u64("final_output_tokens")?,
+        reasoning_tokens: row.u64("final_reasoning_tokens")?,
+    };
+    Ok(Some((counts, usage)))
+}
+
+fn read_progress(row: &SqliteRow) -> Result<Progress, Error> {
+    let (num_failed, num_cancelled, num_expired) =
+        (row.u64("num_failed")?, row.u64("num_cancelled")?, row.u64("num_expired")?);
+    let so_far = OutcomeCounts {
+        total: row.u64("num_items")?,
+        completed: row.u64("num_done")?.saturating_sub(num_failed),
+        failed: num_failed.saturating_sub(num_cancelled).saturating_sub(num_expired),
+        cancelled: num_cancelled,
+        expired: num_expired,
+    };
+    let (counts, usage) = match read_final(row)? {
+        Some(last) => last,
+        None => (so_far, row.usage()?),
+    };
+    Ok(Progress {
+        counts,
+        usage,
+        shards_ready: row.u32("shards_ready")?,
+        shards_leased: row.u32("shards_leased")?,
+        shards_done: row.u32("shards_done")?,
+        items_waiting: row.u64("num_waiting")?,
+        retries_used: row.u64("retries_used")?,
+    })
+}
+
+/// The end of a window that starts now.
+pub(crate) fn window_end(write: &Write, window: Duration) -> Timestamp {
+    write.moment().plus(window)
+}

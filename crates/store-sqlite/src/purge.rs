@@ -1,0 +1,73 @@
+//! Deleting the rows of deleted jobs, in bounded pieces.
+
+use overnight_store::Error;
+use overnight_types::JobId;
+
+use crate::SqliteStore;
+use crate::error::failed;
+use crate::row::{Read, key};
+use crate::transaction::Write;
+
+/// Pages given back to the file system at a time.
+const PAGES_FREED_MAX: &str = "pragma incremental_vacuum(1000)";
+
+/// What goes, piece by piece, before the job's own row. Children of a job only.
+const PIECES: &[&str] = &[
+    "delete from item_faults where (job_id, item_index) in
+        (select job_id, item_index from item_faults where job_id = ?1 limit ?2)",
+    "delete from segments where committed in (select committed from segments where job_id = ?1 limit ?2)",
+    "delete from attempts where (job_id, shard_index, epoch) in
+        (select job_id, shard_index, epoch from attempts where job_id = ?1 limit ?2)",
+    "delete from events where seq in (select seq from events where job_id = ?1 limit ?2)",
+    "delete from outbox where event_id in (select event_id from outbox where job_id = ?1 limit ?2)",
+    "delete from idempotency_keys where key in (select key from idempotency_keys where job_id = ?1 limit ?2)",
+    "delete from shards where (job_id, shard_index) in
+        (select job_id, shard_index from shards where job_id = ?1 limit ?2)",
+    "delete from jobs where job_id = ?1 and ?2 > 0",
+];
+
+impl SqliteStore {
+    pub(crate) async fn purge(&self, limit: u32) -> Result<Vec<JobId>, Error> {
+        let doing = "purge deleted jobs";
+        let mut write = self.write(doing).await?;
+        let rows =
+            sqlx::query("select job_id from jobs where deleted_at is not null order by deleted_at, job_id limit ?1")
+                .bind(limit)
+                .fetch_all(&mut *write)
+                .await
+                .map_err(failed(doing))?;
+        let (mut left, mut gone) = (limit, Vec::new());
+        for row in &rows {
+            let job = row.job_id()?;
+            left = purge_one(&mut write, job, left).await?;
+            if left == 0 {
+                break;
+            }
+            gone.push(job);
+        }
+        self.commit(write).await?;
+        if !gone.is_empty() {
+            sqlx::query(PAGES_FREED_MAX).execute(&self.writer).await.map_err(failed(doing))?;
+        }
+        Ok(gone)
+    }
+}
+
+/// Deletes up to `left` rows of a job, its own last; returns how many more may go.
+async fn purge_one(write: &mut Write, job: JobId, mut left: u32) -> Result<u32, Error> {
+    let doing = write.doing();
+    for &piece in PIECES {
+        let deleted = sqlx::query(piece)
+            .bind(key(job.uuid()))
+            .bind(left)
+            .execute(&mut **write)
+            .await
+            .map_err(failed(doing))?
+            .rows_affected();
+        left = left.saturating_sub(u32::try_from(deleted).unwrap_or(u32::MAX));
+        if left == 0 {
+            break;
+        }
+    }
+    Ok(left)
+}

@@ -1,0 +1,16 @@
+-- Outbox: what is to be told outside, written in the transaction of the change that it tells.
+-- Written by finalize and intake; dropped with the job.
+create table outbox (
+    event_id     blob    not null primary key,
+    job_id       blob    not null references jobs (job_id),
+    kind         text    not null,          -- batch.completed, batch.failed, batch.expired, batch.cancelled
+    created_at   integer not null,
+    due_at       integer,                   -- null once delivered or given up
+    attempts     integer not null default 0,
+    delivered_at integer,
+    constraint event_id_is_a_uuid check (length(event_id) = 16),
+    constraint kind_is_known check (kind in ('batch.completed', 'batch.failed', 'batch.expired', 'batch.cancelled'))
+) strict, without rowid;
+
+-- purge_deleted_jobs drops those of a job.
+create index outbox_of_job on outbox (job_id);

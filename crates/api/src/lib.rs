@@ -17,6 +17,7 @@ mod files;
 mod health;
 mod list_object;
 mod online;
+mod openapi;
 mod request_id;
 mod router;
 mod state;

@@ -14,7 +14,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::error::{ApiError, Error, Result};
 use crate::state::{ApiState, Inner, Shared};
-use crate::{auth, batches, files, health, online, request_id};
+use crate::{auth, batches, files, health, online, openapi, request_id};
 
 /// Collects routes and remembers what it collected, so that the OpenAPI document can
 /// be held against the truth.
@@ -103,6 +103,7 @@ pub(crate) fn routes(time_limit: Duration) -> Routes {
         .get("/health", health::health)
         .get("/ping", health::health)
         .get("/version", health::version)
+        .get("/openapi.json", openapi::openapi)
 }
 
 /// The server's router: all routes, guarded by keys, with errors in their wire form.

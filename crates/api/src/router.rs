@@ -80,6 +80,7 @@ pub(crate) fn routes(time_limit: Duration) -> Routes {
         .get("/v1/files/{file_id}", files::retrieve)
         .delete("/v1/files/{file_id}", files::delete)
         .get_stream("/v1/files/{file_id}/content", files::content)
+        .post_stream("/v1/files/{file_id}/validate", files::validate)
         .post("/v1/batches", batches::create)
         .get("/v1/batches", batches::list)
         .get("/v1/batches/{batch_id}", batches::retrieve)

@@ -1,5 +1,6 @@
 //! What handlers share: the parts that `cli` hands in, and this server's own gates.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -102,6 +103,15 @@ impl Inner {
         let workers: Arc<[LiveWorker]> = self.parts.store.list_live_workers().await?.into();
         *kept = Some((Instant::now(), Arc::clone(&workers)));
         Ok(workers)
+    }
+
+    /// Names of the configuration, of this process's engine and of live workers; `*`
+    /// among them when something takes any name.
+    pub(crate) async fn known_models(&self) -> Result<BTreeSet<String>> {
+        let mut names: BTreeSet<String> = self.parts.models.iter().cloned().collect();
+        names.extend(self.parts.generate.iter().flat_map(|generate| generate.status().models));
+        names.extend(self.live_workers().await?.iter().flat_map(|live| live.worker.models.clone()));
+        Ok(names)
     }
 
     pub(crate) fn retry_after(&self) -> Duration {

@@ -13,7 +13,7 @@ mod waiting;
 pub(crate) mod window;
 
 pub(crate) use cancel::cancel;
-pub(crate) use create::create;
+pub(crate) use create::{create, parse_endpoint};
 pub(crate) use delete::delete;
 pub(crate) use events::events;
 pub(crate) use list::list;

@@ -7,12 +7,14 @@ mod multipart;
 mod object;
 mod retrieve;
 mod upload;
+mod validate;
 
 pub(crate) use content::content;
 pub(crate) use delete::delete;
 pub(crate) use list::list;
 pub(crate) use retrieve::retrieve;
 pub(crate) use upload::upload;
+pub(crate) use validate::validate;
 
 use overnight_store::File;
 use overnight_types::FileId;

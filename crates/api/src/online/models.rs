@@ -46,9 +46,7 @@ pub(crate) async fn retrieve_model(State(state): State<Shared>, Path(name): Path
 }
 
 async fn names(state: &Inner) -> Result<BTreeSet<String>> {
-    let mut names: BTreeSet<String> = state.parts.models.iter().cloned().collect();
-    names.extend(state.parts.generate.iter().flat_map(|generate| generate.status().models));
-    names.extend(state.live_workers().await?.iter().flat_map(|live| live.worker.models.clone()));
+    let mut names = state.known_models().await?;
     names.remove("*");
     Ok(names)
 }

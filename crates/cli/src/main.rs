@@ -1,3 +1,106 @@
-//! The one binary `batch`.
+//! The one binary `batch`: reads the command line, runs one command, maps what it
+//! ended with to an exit code. Holds no rules of its own; those of durable work are
+//! in `worker`, those of the wire in `api`.
+//!
+//! Start with [`run`], one match over the commands; each lives in `commands/`.
 
-fn main() {}
+mod args;
+mod batches;
+mod client;
+mod commands;
+mod config;
+mod environment;
+mod error;
+mod host;
+mod logging;
+mod models;
+mod output;
+mod progress;
+mod state;
+mod usage;
+mod validation;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command, Globals};
+use crate::client::Client;
+use crate::error::Result;
+use crate::output::Ui;
+
+/// What every command gets.
+#[derive(Debug, Clone)]
+pub(crate) struct App {
+    pub(crate) globals: Globals,
+    pub(crate) ui: Ui,
+}
+
+impl App {
+    /// A client of the server that is meant.
+    pub(crate) fn client(&self) -> Result<Client> {
+        Client::new(&self.globals)
+    }
+}
+
+fn main() -> ExitCode {
+    let words: Vec<std::ffi::OsString> = std::env::args_os().collect();
+    if let Some(code) = usage::answer_help_topics(&words) {
+        return code;
+    }
+    let cli = match Cli::try_parse_from(&words) {
+        Ok(cli) => cli,
+        Err(err) => return usage::report(&err, &words),
+    };
+    let app = App { ui: Ui::new(&cli.globals), globals: cli.globals };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(err) => return finish(&app.ui, Err(err.into())),
+    };
+    let ended = runtime.block_on(run(cli.command, &app));
+    // A read of stdin that never ends must not keep the process.
+    runtime.shutdown_background();
+    finish(&app.ui, ended)
+}
+
+async fn run(command: Command, app: &App) -> Result {
+    match command {
+        Command::Submit(args) => Box::pin(commands::submit::run(args, app)).await,
+        Command::Status(args) => commands::status::run(args, app).await,
+        Command::Resume(args) => commands::resume::run(args, app).await,
+        Command::Results(args) => Box::pin(commands::results::run(args, app)).await,
+        Command::List(args) => commands::list::run(args, app).await,
+        Command::Show(args) => commands::show::run(args, app).await,
+        Command::Errors(args) => commands::errors::run(args, app).await,
+        Command::Pause(args) => commands::pause::run(args, app).await,
+        Command::Cancel(args) => commands::cancel::run(args, app).await,
+        Command::Retry(args) => commands::retry::run(args, app).await,
+        Command::Validate(args) => commands::validate::run(args, app).await,
+        Command::Prepare(args) => commands::prepare::run(args, app),
+        Command::Run(args) => Box::pin(commands::run::run(args, app)).await,
+        Command::Serve(args) => Box::pin(commands::serve::run(args, app)).await,
+        Command::Worker(args) => Box::pin(commands::worker::run(args, app)).await,
+        Command::Models(args) => commands::models::run(args, app).await,
+        Command::Files(args) => commands::files::run(args, app).await,
+        Command::Config(args) => commands::config::run(args, app),
+        Command::Db(args) => commands::db::run(args, app).await,
+        Command::Bench(args) => Box::pin(commands::bench::run(args, app)).await,
+        Command::Doctor(args) => Box::pin(commands::doctor::run(args, app)).await,
+        Command::Completions(args) => commands::completions::run(args, app),
+        Command::Man(args) => commands::man::run(args, app),
+        Command::Version => commands::version::run(app),
+    }
+}
+
+fn finish(ui: &Ui, ended: Result) -> ExitCode {
+    let failure = match ended {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(failure) => failure,
+    };
+    if !failure.is_silent() {
+        let text = if ui.is_json() { failure.to_json() + "\n" } else { failure.to_text(ui.color_err) };
+        // With stderr closed there is nobody to tell; the exit code still says it.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());
+    }
+    ExitCode::from(failure.exit as u8)
+}

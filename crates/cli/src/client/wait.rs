@@ -1,0 +1,135 @@
+//! Waiting for a batch: polls, shows progress, outlives a restart of the server,
+//! and says how it ended.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::time::Instant;
+
+use super::Client;
+use crate::error::{Exit, Failure, Result};
+use crate::output::{Ui, human};
+use crate::progress::{Counts, Display, Rate, line, short_id};
+
+/// Longest pause between looks.
+pub(crate) const INTERVAL: Duration = Duration::from_secs(1);
+/// A server that is gone may come back within this time (it resumes by itself).
+const GONE_MAX: Duration = Duration::from_secs(600);
+
+/// How to wait.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Waiting {
+    pub(crate) interval: Duration,
+    pub(crate) timeout: Option<Duration>,
+}
+
+/// Whether a status is one that only a resume leaves.
+pub(crate) fn is_terminal(status: &str) -> bool {
+    matches!(status, "completed" | "failed" | "expired" | "cancelled")
+}
+
+/// Waits until the batch has ended and returns it as it is then.
+/// Ctrl-C and the time limit end the waiting, never the batch.
+pub(crate) async fn until_ended(client: &Client, ui: &Ui, id: &str, waiting: Waiting) -> Result<Value> {
+    let mut display = Display::new(ui);
+    let watching = watch(client, ui, id, waiting, &mut display);
+    let ended = tokio::select! {
+        batch = watching => batch,
+        _ = tokio::signal::ctrl_c() => Err(Failure::silent(Exit::Interrupted)),
+    };
+    display.clear();
+    match &ended {
+        Err(failure) if failure.exit == Exit::Interrupted => {
+            ui.summary(format!("still running on the server; \"batch status {}\" to look again", lookup_id(id)));
+        }
+        _ => {}
+    }
+    ended
+}
+
+/// A prefix that finds the batch again.
+pub(crate) fn lookup_id(id: &str) -> String {
+    short_id(id).trim_end_matches('…').to_owned()
+}
+
+async fn watch(client: &Client, ui: &Ui, id: &str, waiting: Waiting, display: &mut Display) -> Result<Value> {
+    let start = Instant::now();
+    let mut rate = Rate::default();
+    let mut pause = Duration::from_millis(100).min(waiting.interval);
+    let mut gone_since: Option<Instant> = None;
+    let path = format!("/v1/batches/{id}");
+    loop {
+        match client.get(&path, &[]).await {
+            Ok(batch) => {
+                gone_since = None;
+                let counts = Counts::of(&batch);
+                if is_terminal(&counts.status) {
+                    return Ok(batch);
+                }
+                rate.push(start.elapsed(), counts.done, counts.tokens);
+                let text = line(&counts, &rate, batch["waiting_for"].as_str());
+                display.show(start.elapsed(), &counts.status, &text);
+            }
+            Err(failure) if failure.exit == Exit::Unreachable => {
+                let since = *gone_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > GONE_MAX {
+                    return Err(failure);
+                }
+                let text = format!("{} server not reachable, trying again", short_id(id));
+                display.show(start.elapsed(), "unreachable", &text);
+            }
+            Err(failure) => return Err(failure),
+        }
+        if let Some(limit) = waiting.timeout
+            && start.elapsed() + pause > limit
+        {
+            tokio::time::sleep(limit.saturating_sub(start.elapsed())).await;
+            display.clear();
+            ui.say(format!("the batch goes on; \"batch status {}\" to look again", lookup_id(id)));
+            return Err(Failure::new(
+                Exit::TimedOut,
+                format!("{} did not end within {}", short_id(id), human::duration(limit)),
+            ));
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 3 / 2).min(waiting.interval);
+    }
+}
+
+/// The exit code that a batch asks for: 0, 3 (some failed) or 8 (not completed).
+pub(crate) fn exit_of(batch: &Value) -> Exit {
+    let counts = Counts::of(batch);
+    match counts.status.as_str() {
+        "completed" if counts.failed == 0 => Exit::Success,
+        "completed" => Exit::RequestsFailed,
+        "failed" | "expired" | "cancelled" => Exit::JobFailed,
+        _ => Exit::Success,
+    }
+}
+
+/// Ends a command with the batch's exit code; what it means was shown already.
+pub(crate) fn finish_with(batch: &Value) -> Result {
+    match exit_of(batch) {
+        Exit::Success => Ok(()),
+        exit => Err(Failure::silent(exit)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_ending_has_its_exit_code() {
+        let batch = |status: &str, failed: u64| {
+            serde_json::json!({"id": "batch_1", "status": status, "paused_at": null,
+                "request_counts": {"total": 10, "completed": 10 - failed, "failed": failed}})
+        };
+        assert_eq!(exit_of(&batch("completed", 0)), Exit::Success);
+        assert_eq!(exit_of(&batch("completed", 10)), Exit::RequestsFailed);
+        assert_eq!(exit_of(&batch("expired", 0)), Exit::JobFailed);
+        assert_eq!(exit_of(&batch("cancelled", 0)), Exit::JobFailed);
+        assert_eq!(exit_of(&batch("failed", 0)), Exit::JobFailed);
+        assert_eq!(exit_of(&batch("in_progress", 3)), Exit::Success);
+    }
+}

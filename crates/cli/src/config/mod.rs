@@ -16,7 +16,7 @@ use overnight_worker::WorkerConfig;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-pub(crate) use layers::{Origin, Setting, files_read};
+pub(crate) use layers::{Origin, Setting, files_read, parse_file, path_text};
 pub(crate) use sections::{
     DatabaseSection, EngineKind, EngineSection, EngineSource, LoadFormat, LogFormat, LogSection, Mirror, ModelEntry,
     ModelFile, ObjectsSection,

@@ -287,7 +287,7 @@ impl<'a> Preparer<'a> {
                 values.entry("line").or_insert_with(|| Value::from(line));
                 values.entry("row").or_insert_with(|| Value::Object(fields.clone()));
                 let template = engine.get_template("prompt").map_err(|err| template_words(&err))?;
-                template.render(minijinja::Value::from_serialize(&values)).map_err(|err| template_words(&err))?
+                template.render(minijinja::value::Serde(&values)).map_err(|err| template_words(&err))?
             }
             None => plain(self.prompt_value(fields)?),
         };

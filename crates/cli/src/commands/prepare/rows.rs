@@ -81,7 +81,7 @@ fn skip_bom(input: &mut dyn BufRead) -> Result {
 }
 
 fn read_lines(
-    input: &mut dyn BufRead,
+    mut input: &mut dyn BufRead,
     line_bytes_max: u64,
     each: &mut dyn FnMut(Row) -> Result,
     parse: &dyn Fn(&str) -> Result<Content, String>,
@@ -91,7 +91,7 @@ fn read_lines(
     let mut bytes = Vec::new();
     loop {
         bytes.clear();
-        let read = input.by_ref().take(line_bytes_max + 2).read_until(b'\n', &mut bytes)?;
+        let read = Read::take(&mut input, line_bytes_max + 2).read_until(b'\n', &mut bytes)?;
         if read == 0 {
             return Ok(blank);
         }

@@ -20,9 +20,11 @@ mod online;
 mod openapi;
 mod request_id;
 mod router;
+mod serve;
 mod state;
 
 pub use config::{ApiConfig, Secret};
 pub use error::Error;
 pub use router::router;
+pub use serve::serve;
 pub use state::{ApiState, FreeDisk};

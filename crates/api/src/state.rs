@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use overnight_blobs::Blobs;
@@ -29,8 +29,8 @@ pub struct ApiState {
     pub blobs: Blobs,
     /// What answers online requests; `None` on a front without an engine.
     pub generate: Option<Arc<dyn Generate>>,
-    /// Makes requests of bodies for `generate`.
-    pub mapper: Option<Mapper>,
+    /// Makes requests of bodies for `generate`; empty until the model is loaded.
+    pub mapper: Arc<OnceLock<Mapper>>,
     /// The `[api]` section.
     pub config: ApiConfig,
     /// Limits of intake.

@@ -153,11 +153,7 @@ pub(crate) fn summary(batch: &Value) -> String {
     let completed = counts.done.saturating_sub(counts.failed).saturating_sub(given_up);
     let mut text = format!("{} {}", short_id(&counts.id), status_text(batch));
     if counts.total > 0 {
-        text.push_str(&format!(
-            "  {} completed · {} failed",
-            human::count(completed),
-            human::count(counts.failed)
-        ));
+        text.push_str(&format!("  {} completed · {} failed", human::count(completed), human::count(counts.failed)));
         if given_up > 0 {
             text.push_str(&format!(" · {} not run", human::count(given_up)));
         }

@@ -71,7 +71,8 @@ pub(crate) fn peak_memory(pid: u32) -> Option<u64> {
 pub(crate) fn free_disk(path: &Path) -> Result<u64, String> {
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
-    let stat = rustix::fs::statvfs(there).map_err(|err| format!("could not ask {} for its room: {err}", there.display()))?;
+    let stat =
+        rustix::fs::statvfs(there).map_err(|err| format!("could not ask {} for its room: {err}", there.display()))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 

@@ -160,13 +160,7 @@ pub(crate) struct Display {
 
 impl Display {
     pub(crate) fn new(ui: &Ui) -> Self {
-        Self {
-            shown: ui.progress,
-            redraw: ui.stderr_is_terminal,
-            width: ui.width,
-            drawn: false,
-            last_line: None,
-        }
+        Self { shown: ui.progress, redraw: ui.stderr_is_terminal, width: ui.width, drawn: false, last_line: None }
     }
 
     /// Shows `text`; `status` decides whether a line is due where nothing is redrawn.

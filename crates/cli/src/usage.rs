@@ -26,12 +26,18 @@ const NOT_BUILT: &[(&str, &str)] = &[
 
 /// Flags of vLLM's that do not exist here: why, or what to use instead.
 const REFUSED_FLAGS: &[(&str, &str)] = &[
-    ("--gpu-memory-utilization", "there is no GPU back end yet; --kv-cache-memory-bytes bounds the KV cache on the CPU"),
+    (
+        "--gpu-memory-utilization",
+        "there is no GPU back end yet; --kv-cache-memory-bytes bounds the KV cache on the CPU",
+    ),
     ("--enforce-eager", "the CPU back end has no graphs to turn off"),
     ("--dtype", "weights stay as the model file has them"),
     ("--kv-cache-dtype", "the KV cache has one type on the CPU"),
     ("--quantization", "quantization is read from the model file"),
-    ("--tensor-parallel-size", "one process drives one CPU; run `batch worker` on more machines when Postgres is built"),
+    (
+        "--tensor-parallel-size",
+        "one process drives one CPU; run `batch worker` on more machines when Postgres is built",
+    ),
     ("--pipeline-parallel-size", "one process drives one CPU"),
     ("--data-parallel-size", "one process drives one CPU"),
     ("--reasoning-parser", "reasoning is not split from the answer yet"),

@@ -72,7 +72,8 @@ impl Sink {
         let Some(path) = &target.path else {
             return Ok((Self { place: Place::Stdout, label, written: 0 }, None));
         };
-        let fail = |err: std::io::Error| Failure::new(Exit::Failure, format!("could not write {}: {err}", path.display()));
+        let fail =
+            |err: std::io::Error| Failure::new(Exit::Failure, format!("could not write {}: {err}", path.display()));
         // A device must be written to, never replaced by a file.
         if std::fs::metadata(path).is_ok_and(|meta| !meta.is_file()) {
             let file = File::options().write(true).open(path).map_err(fail)?;
@@ -87,8 +88,11 @@ impl Sink {
         // Bytes past what the notes speak of were written without being noted.
         if let Some(noted) = notes.as_ref().and_then(|notes| notes["bytes"].as_u64()) {
             if noted > written {
-                return Err(Failure::new(Exit::Failure, format!("{} is shorter than its notes say", partial.display()))
-                    .hint("start over without --resume"));
+                return Err(Failure::new(
+                    Exit::Failure,
+                    format!("{} is shorter than its notes say", partial.display()),
+                )
+                .hint("start over without --resume"));
             }
             file.set_len(noted).map_err(fail)?;
             written = file.seek(SeekFrom::Start(noted)).map_err(fail)?;
@@ -141,8 +145,9 @@ impl Sink {
             Place::Stdout => std::io::stdout().lock().flush()?,
             Place::Direct(_) => {}
             Place::Partial { file, path, partial } => {
-                let fail =
-                    |err: std::io::Error| Failure::new(Exit::Failure, format!("could not write {}: {err}", path.display()));
+                let fail = |err: std::io::Error| {
+                    Failure::new(Exit::Failure, format!("could not write {}: {err}", path.display()))
+                };
                 file.sync_all().map_err(fail)?;
                 std::fs::rename(&partial, &path).map_err(fail)?;
                 let _ = std::fs::remove_file(beside(&partial, ".json"));

@@ -45,9 +45,10 @@ fn back_reference(text: &str) -> Option<usize> {
 async fn from_server(client: &Client, back: usize) -> Result<String> {
     let limit = (back + 1).min(100);
     let page = client.get("/v1/batches", &[("limit", limit.to_string())]).await?;
-    page["data"][back]["id"].as_str().map(str::to_owned).ok_or_else(|| {
-        Failure::new(Exit::NotFound, "no batch was made from this machine yet").hint(FIRST_STEPS)
-    })
+    page["data"][back]["id"]
+        .as_str()
+        .map(str::to_owned)
+        .ok_or_else(|| Failure::new(Exit::NotFound, "no batch was made from this machine yet").hint(FIRST_STEPS))
 }
 
 /// What to type when there is no batch yet.

@@ -122,7 +122,8 @@ fn set(key: &str, value: &str, app: &App) -> Result {
         }
         None => (Some(document.as_table_mut()), key),
     };
-    let table = section.ok_or_else(|| Failure::usage(format!("{key}: its section is not a table in {}", path.display())))?;
+    let table =
+        section.ok_or_else(|| Failure::usage(format!("{key}: its section is not a table in {}", path.display())))?;
     match table.get_mut(name).and_then(toml_edit::Item::as_value_mut) {
         Some(old) => {
             let decor = old.decor().clone();
@@ -136,7 +137,8 @@ fn set(key: &str, value: &str, app: &App) -> Result {
     let fresh = document.to_string();
     let settings = crate::config::parse_file(&path, &fresh)?;
     Loaded::from_settings(settings)?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).map_or(PathBuf::from("."), PathBuf::from);
     let mut file = tempfile::NamedTempFile::new_in(&folder)?;
     std::io::Write::write_all(&mut file, fresh.as_bytes())?;
     file.persist(&path).map_err(|err| Failure::from(err.error))?;

@@ -100,10 +100,11 @@ async fn count(client: &Client, id: &str, state: &str, groups: &mut BTreeMap<Str
 async fn example(client: &Client, id: &str, index: u64) -> Result<Value> {
     let item = client.get(&format!("/v1/batches/{id}/items/{index}"), &[]).await?;
     let output = &item["output"];
-    let message = [&output["response"]["body"]["error"]["message"], &output["error"]["message"], &item["error"]["message"]]
-        .into_iter()
-        .find(|message| message.is_string())
-        .cloned()
-        .unwrap_or(Value::Null);
+    let message =
+        [&output["response"]["body"]["error"]["message"], &output["error"]["message"], &item["error"]["message"]]
+            .into_iter()
+            .find(|message| message.is_string())
+            .cloned()
+            .unwrap_or(Value::Null);
     Ok(json!({"custom_id": item["custom_id"], "line": item["line"], "index": item["index"], "message": message}))
 }

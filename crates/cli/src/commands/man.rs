@@ -18,6 +18,10 @@ pub(crate) struct ManArgs {
 pub(crate) fn run(args: ManArgs, app: &App) -> Result {
     std::fs::create_dir_all(&args.dir)?;
     clap_mangen::generate_to(Cli::command(), &args.dir)?;
-    app.ui.say(format!("man pages are in {}; read one with `man -l {}/batch.1`", args.dir.display(), args.dir.display()));
+    app.ui.say(format!(
+        "man pages are in {}; read one with `man -l {}/batch.1`",
+        args.dir.display(),
+        args.dir.display()
+    ));
     Ok(())
 }

@@ -66,10 +66,8 @@ pub(crate) async fn run(args: ModelsArgs, app: &App) -> Result {
     match args.command {
         ModelsCommand::List => app.ui.rows(&known(config), COLUMNS),
         ModelsCommand::Show { name } => {
-            let model = known(config)
-                .into_iter()
-                .find(|model| model["id"] == name.as_str())
-                .ok_or_else(|| not_known(&name))?;
+            let model =
+                known(config).into_iter().find(|model| model["id"] == name.as_str()).ok_or_else(|| not_known(&name))?;
             app.ui.record(&model, COLUMNS, || {
                 ["id", "state", "path", "source", "about", "licence"]
                     .iter()
@@ -100,7 +98,8 @@ pub(crate) async fn run(args: ModelsArgs, app: &App) -> Result {
                     "source": model.source, "files": model.files});
                 app.ui.record(&record, COLUMNS, String::new)?;
             }
-            app.ui.say(format!("next: batch serve --model {name}   or   batch run IN.jsonl -o OUT.jsonl --model {name}"));
+            app.ui
+                .say(format!("next: batch serve --model {name}   or   batch run IN.jsonl -o OUT.jsonl --model {name}"));
             Ok(())
         }
         ModelsCommand::Rm { name } => {
@@ -131,9 +130,11 @@ fn known(config: &crate::config::Config) -> Vec<Value> {
         };
         let path = entry.path.clone().or_else(|| here.as_ref().map(|_| models::folder(config, &entry.name)));
         let bytes: u64 = entry.files.iter().filter_map(|file| file.bytes).sum();
-        rows.push(json!({"id": entry.name, "state": state, "bytes": (bytes > 0).then_some(bytes), "about": entry.about,
+        rows.push(
+            json!({"id": entry.name, "state": state, "bytes": (bytes > 0).then_some(bytes), "about": entry.about,
             "licence": entry.licence, "path": path.map(|path| path.display().to_string()),
-            "source": here.map(|here| here.source)}));
+            "source": here.map(|here| here.source)}),
+        );
     }
     for model in models::all_pulled(config) {
         if rows.iter().all(|row| row["id"] != model.name.as_str()) {

@@ -67,22 +67,22 @@ fn plan(batch: &Value) -> Result<String> {
     let unfinished = counts.total.saturating_sub(outcome("succeeded")).saturating_sub(failed);
     let id = short_id(&counts.id);
     match counts.status.as_str() {
-        "failed" => Err(Failure::new(Exit::InvalidInput, format!("{id} never validated, so there is nothing to resume"))
-            .code("batch_invalid")
-            .hint("correct the file and submit it: `batch validate FILE` shows every problem")),
-        "validating" | "in_progress" if counts.paused => Ok(format!(
-            "{kept} kept; {} unfinished go on",
-            human::count(counts.total.saturating_sub(counts.done))
-        )),
+        "failed" => {
+            Err(Failure::new(Exit::InvalidInput, format!("{id} never validated, so there is nothing to resume"))
+                .code("batch_invalid")
+                .hint("correct the file and submit it: `batch validate FILE` shows every problem"))
+        }
+        "validating" | "in_progress" if counts.paused => {
+            Ok(format!("{kept} kept; {} unfinished go on", human::count(counts.total.saturating_sub(counts.done))))
+        }
         "validating" | "in_progress" => Ok(format!("{id} is running: nothing to resume but what a lost worker held")),
         "cancelling" | "finalizing" => Err(Failure::new(Exit::Failure, format!("{id} is {} just now", counts.status))
             .code("batch_busy")
             .hint(format!("batch status {} --wait, then resume", wait::lookup_id(&counts.id)))),
-        "completed" if failed == 0 => Err(Failure::new(
-            Exit::Failure,
-            format!("{id} completed without a failure: nothing to resume"),
-        )
-        .code("nothing_to_resume")),
+        "completed" if failed == 0 => {
+            Err(Failure::new(Exit::Failure, format!("{id} completed without a failure: nothing to resume"))
+                .code("nothing_to_resume"))
+        }
         _ => Ok(format!(
             "{kept} kept; {} failed and {} unfinished will run",
             human::count(failed),
@@ -116,7 +116,10 @@ mod tests {
         let batch = json!({"id": "batch_1", "status": "expired", "paused_at": null,
             "request_counts": {"total": 100_000, "completed": 41_208, "failed": 39},
             "outcome_counts": {"processing": 0, "succeeded": 41_208, "errored": 39, "canceled": 0, "expired": 58_753}});
-        assert_eq!(plan(&batch).expect("expired can be resumed"), "41,208 kept; 39 failed and 58,753 unfinished will run");
+        assert_eq!(
+            plan(&batch).expect("expired can be resumed"),
+            "41,208 kept; 39 failed and 58,753 unfinished will run"
+        );
     }
 
     #[test]

@@ -38,7 +38,11 @@ const COLUMNS: &[Field] = &[
 pub(crate) async fn run(args: ShowArgs, app: &App) -> Result {
     let client = app.client()?;
     let id = ids::resolve(&client, &args.id).await?;
-    let index = if args.line { by_line(&client, &id, &args.item).await? } else { by_custom_id(&client, &id, &args.item).await? };
+    let index = if args.line {
+        by_line(&client, &id, &args.item).await?
+    } else {
+        by_custom_id(&client, &id, &args.item).await?
+    };
     let item = client.get(&format!("/v1/batches/{id}/items/{index}"), &[]).await?;
     app.ui.record(&item, COLUMNS, || card(&item))
 }

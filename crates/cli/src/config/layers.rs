@@ -24,10 +24,7 @@ pub(crate) enum Origin {
     /// Nobody set it.
     Default,
     /// A line of a file.
-    File {
-        path: PathBuf,
-        line: usize,
-    },
+    File { path: PathBuf, line: usize },
     /// A variable.
     Environment(String),
     /// A flag, as typed.
@@ -106,9 +103,7 @@ pub(crate) fn files_read(globals: &Globals) -> Vec<(PathBuf, bool)> {
 }
 
 pub(crate) fn path_text(path: &Path) -> Result<String> {
-    path.to_str()
-        .map(str::to_owned)
-        .ok_or_else(|| Failure::usage(format!("the path is not UTF-8: {}", path.display())))
+    path.to_str().map(str::to_owned).ok_or_else(|| Failure::usage(format!("the path is not UTF-8: {}", path.display())))
 }
 
 /// Settings of one file, each with its line.
@@ -129,8 +124,7 @@ pub(crate) fn parse_file(path: &Path, text: &str) -> Result<Vec<Setting>> {
 
 fn flatten(table: &DeTable<'_>, prefix: &str, emit: &mut impl FnMut(String, Value, usize)) {
     for (key, value) in table {
-        let path =
-            if prefix.is_empty() { key.get_ref().to_string() } else { format!("{prefix}.{}", key.get_ref()) };
+        let path = if prefix.is_empty() { key.get_ref().to_string() } else { format!("{prefix}.{}", key.get_ref()) };
         match value.get_ref() {
             DeValue::Table(inner) => flatten(inner, &path, emit),
             other => emit(path, to_json(other), key.span().start),

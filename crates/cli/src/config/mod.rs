@@ -18,8 +18,7 @@ use serde_json::{Map, Value};
 
 pub(crate) use layers::{Origin, Setting, files_read, parse_file};
 pub(crate) use sections::{
-    DatabaseSection, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry,
-    ModelFile, ObjectsSection,
+    DatabaseSection, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry, ModelFile, ObjectsSection,
 };
 pub(crate) use show::ShownSetting;
 
@@ -209,9 +208,9 @@ fn invalid(setting: &Setting, what: &str) -> Failure {
 /// Lets `2GiB` and `1k` stand where a plain number is expected, so that every key takes human units.
 fn read_units(mut setting: Setting) -> Setting {
     use crate::output::human;
-    let wants_number = show::tree(&Config::default())
-        .into_iter()
-        .any(|(key, value)| key == setting.key && (value.is_u64() || sections::OPTIONAL_NUMBERS.contains(&key.as_str())));
+    let wants_number = show::tree(&Config::default()).into_iter().any(|(key, value)| {
+        key == setting.key && (value.is_u64() || sections::OPTIONAL_NUMBERS.contains(&key.as_str()))
+    });
     if let (true, Value::String(text)) = (wants_number, &setting.value) {
         let number = if setting.key.contains("bytes") { human::parse_bytes(text) } else { human::parse_count(text) };
         if let Ok(number) = number {

@@ -33,7 +33,8 @@ struct Lfs {
 
 /// The hub's address; `HF_ENDPOINT` names a mirror of it.
 pub(super) fn endpoint() -> String {
-    environment::text("HF_ENDPOINT").map_or_else(|| "https://huggingface.co".to_owned(), |url| url.trim_end_matches('/').to_owned())
+    environment::text("HF_ENDPOINT")
+        .map_or_else(|| "https://huggingface.co".to_owned(), |url| url.trim_end_matches('/').to_owned())
 }
 
 /// For gated repositories.

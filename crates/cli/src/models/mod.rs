@@ -92,7 +92,10 @@ pub(crate) fn find(config: &Config, model: &str) -> Result<Found> {
     let entry = entries(config).into_iter().find(|entry| entry.name == model && !looks_like_path);
     if let Some(path) = entry.as_ref().and_then(|entry| entry.path.clone()) {
         if !path.exists() {
-            return Err(Failure::new(Exit::NotFound, format!("the model {model} is not at its path: {}", path.display())));
+            return Err(Failure::new(
+                Exit::NotFound,
+                format!("the model {model} is not at its path: {}", path.display()),
+            ));
         }
         return Ok(Found { name: model.to_owned(), path });
     }

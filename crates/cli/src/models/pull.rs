@@ -159,7 +159,9 @@ async fn from_mirror(ui: &Ui, mirror: &Mirror, entry: &ModelEntry, work: &Path) 
         }
     };
     let files = wanted.into_iter().zip(found);
-    Ok(files.map(|(want, (bytes, hash))| ModelFile { name: want.name, bytes: Some(bytes), sha256: Some(hash) }).collect())
+    Ok(files
+        .map(|(want, (bytes, hash))| ModelFile { name: want.name, bytes: Some(bytes), sha256: Some(hash) })
+        .collect())
 }
 
 /// A file that an earlier try brought whole is not fetched again.
@@ -194,8 +196,9 @@ fn place(work: &Path, target: &PathBuf, model: &PulledModel) -> Result {
         // Half a folder of an older version: it was not whole, or we would not be here.
         std::fs::remove_dir_all(target)?;
     }
-    std::fs::rename(work, target)
-        .map_err(|err| Failure::new(Exit::Failure, format!("could not rename {} to {}: {err}", work.display(), target.display())))
+    std::fs::rename(work, target).map_err(|err| {
+        Failure::new(Exit::Failure, format!("could not rename {} to {}: {err}", work.display(), target.display()))
+    })
 }
 
 #[cfg(test)]

@@ -155,7 +155,8 @@ mod tests {
 
     #[test]
     fn human_numbers_read_as_operators_write_them() {
-        for (text, value) in [("1k", 1000), ("1K", 1024), ("25.6k", 25_600), ("41,208", 41_208), ("0", 0), ("2M", 2 << 20)]
+        for (text, value) in
+            [("1k", 1000), ("1K", 1024), ("25.6k", 25_600), ("41,208", 41_208), ("0", 0), ("2M", 2 << 20)]
         {
             assert_eq!(parse_count(text), Ok(value), "{text}");
         }

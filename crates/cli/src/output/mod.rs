@@ -176,9 +176,9 @@ impl Ui {
                 let heads: Vec<String> = columns.iter().map(|field| field.column.title.to_lowercase()).collect();
                 self.csv(&heads, &cells(false))
             }
-            Some(Format::Id) => records.iter().try_for_each(|record| {
-                self.data(&format!("{}\n", record["id"].as_str().unwrap_or_default()))
-            }),
+            Some(Format::Id) => records
+                .iter()
+                .try_for_each(|record| self.data(&format!("{}\n", record["id"].as_str().unwrap_or_default()))),
             Some(Format::Table) => self.data(&aligned()),
             None if self.stdout_is_terminal => self.data(&aligned()),
             None => self.data(&table::tab_separated(&cells(false))),
@@ -196,8 +196,7 @@ impl Ui {
         let pick = |record: &Value| -> Vec<Value> {
             fields.iter().map(|field| lookup(record, field).cloned().unwrap_or(Value::Null)).collect()
         };
-        let rows: Vec<Vec<String>> =
-            records.iter().map(|record| pick(record).iter().map(plain).collect()).collect();
+        let rows: Vec<Vec<String>> = records.iter().map(|record| pick(record).iter().map(plain).collect()).collect();
         match self.format {
             Some(Format::Json | Format::Jsonl) => {
                 let objects: Vec<Value> = records
@@ -261,7 +260,8 @@ fn list_paths(value: &Value, prefix: &str, names: &mut Vec<String>) {
 /// Makes control characters, line ends and direction overrides visible.
 pub(crate) fn escape(text: &str) -> Cow<'_, str> {
     let harmful = |c: char| {
-        c.is_control() || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}' | '\u{feff}')
+        c.is_control()
+            || matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}' | '\u{feff}')
     };
     if !text.chars().any(harmful) {
         return Cow::Borrowed(text);

@@ -163,11 +163,9 @@ struct Invalid {
 fn refuse(input: &Path, invalid: &[Invalid], usable: u64) -> Failure {
     let (count, rows) = (human::count(invalid.len() as u64), if invalid.len() == 1 { "row" } else { "rows" });
     let first = &invalid[0];
-    let mut failure = Failure::new(
-        Exit::InvalidInput,
-        format!("line {} cannot be used: {}", human::count(first.line), first.reason),
-    )
-    .note(format!("--> {}:{}", input.display(), first.line));
+    let mut failure =
+        Failure::new(Exit::InvalidInput, format!("line {} cannot be used: {}", human::count(first.line), first.reason))
+            .note(format!("--> {}:{}", input.display(), first.line));
     for other in invalid.iter().skip(1).take(SHOWN_MAX - 1) {
         failure = failure.note(format!("= line {}: {}", human::count(other.line), other.reason));
     }
@@ -234,7 +232,8 @@ impl<'a> Preparer<'a> {
                 engine.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
                 engine.add_template_owned("prompt", text).map_err(|err| {
                     let at = format!("--> {}:{}", path.display(), err.line().unwrap_or(1));
-                    Failure::new(Exit::InvalidInput, format!("the template is not valid: {}", template_words(&err))).note(at)
+                    Failure::new(Exit::InvalidInput, format!("the template is not valid: {}", template_words(&err)))
+                        .note(at)
                 })?;
                 Some(engine)
             }
@@ -303,7 +302,9 @@ impl<'a> Preparer<'a> {
         }
         let usual = fields.get("text").or_else(|| fields.get("prompt"));
         let only = || fields.values().next().filter(|_| fields.len() == 1);
-        usual.or_else(only).ok_or_else(|| "no field \"text\" or \"prompt\"; give --template or --prompt-field".to_owned())
+        usual
+            .or_else(only)
+            .ok_or_else(|| "no field \"text\" or \"prompt\"; give --template or --prompt-field".to_owned())
     }
 
     fn custom_id(&self, fields: &Map<String, Value>, line: u64) -> Result<String, String> {
@@ -312,7 +313,9 @@ impl<'a> Preparer<'a> {
             None => return Err(format!("no field {name:?} for the custom id")),
             Some(Value::String(text)) => text.clone(),
             Some(Value::Number(number)) => number.to_string(),
-            Some(_) => return Err(format!("field {name:?} is neither text nor a number, so it cannot be the custom id")),
+            Some(_) => {
+                return Err(format!("field {name:?} is neither text nor a number, so it cannot be the custom id"));
+            }
         };
         if id.is_empty() { Err(format!("field {name:?} is empty, so it cannot be the custom id")) } else { Ok(id) }
     }
@@ -359,7 +362,8 @@ fn extra_parameters(args: &PrepareArgs) -> Result<Map<String, Value>> {
         extra.insert("stop".to_owned(), Value::from(args.stop.clone()));
     }
     for text in &args.param {
-        let (key, value) = text.split_once('=').ok_or_else(|| Failure::usage(format!("--param wants KEY=JSON: {text}")))?;
+        let (key, value) =
+            text.split_once('=').ok_or_else(|| Failure::usage(format!("--param wants KEY=JSON: {text}")))?;
         let value = serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));
         if matches!(key, "model" | "messages" | "prompt" | "stream") {
             return Err(Failure::usage(format!("--param cannot set {key}")));

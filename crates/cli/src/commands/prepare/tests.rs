@@ -34,7 +34,8 @@ fn template(text: &str) -> tempfile::NamedTempFile {
 
 #[test]
 fn text_lines_keep_their_physical_numbers() {
-    let (lines, invalid) = prepare(InputFormat::Text, b"\xef\xbb\xbfone\r\n\n  \ntwo \xe2\x80\xa8 half\nbad \xff\nlast", &[]);
+    let (lines, invalid) =
+        prepare(InputFormat::Text, b"\xef\xbb\xbfone\r\n\n  \ntwo \xe2\x80\xa8 half\nbad \xff\nlast", &[]);
     let ids: Vec<&str> = lines.iter().map(|line| line["custom_id"].as_str().unwrap()).collect();
     assert_eq!(ids, ["line-000001", "line-000004", "line-000006"]);
     assert_eq!(lines[0]["body"]["messages"][0]["content"], "one");
@@ -86,8 +87,7 @@ fn loose_json_lines_are_made_alike() {
 #[test]
 fn missing_field_in_the_template_names_the_row() {
     let file = template("{{ nothing }}");
-    let (lines, invalid) =
-        prepare(InputFormat::Jsonl, b"{\"a\": 1}\n", &["--template", file.path().to_str().unwrap()]);
+    let (lines, invalid) = prepare(InputFormat::Jsonl, b"{\"a\": 1}\n", &["--template", file.path().to_str().unwrap()]);
     assert!(lines.is_empty());
     assert!(invalid[0].1.contains("undefined"), "{invalid:?}");
 }

@@ -34,8 +34,11 @@ pub(super) async fn run(args: &ResultsArgs, input: &Path, batch: &Value, client:
             continue;
         }
         let row: Value = serde_json::from_slice(body).map_err(|err| {
-            Failure::new(Exit::InvalidInput, format!("line {} is not JSON: {err}", number + 1))
-                .note(format!("--> {}:{}", input.display(), number + 1))
+            Failure::new(Exit::InvalidInput, format!("line {} is not JSON: {err}", number + 1)).note(format!(
+                "--> {}:{}",
+                input.display(),
+                number + 1
+            ))
         })?;
         let id = row["custom_id"].as_str();
         let result = match (answers.take_if(id).await?, id) {
@@ -85,8 +88,8 @@ impl Reader {
     async fn peek(&mut self) -> Result<Option<&Value>> {
         while self.ahead.is_none() {
             if let Some(line) = self.ready.pop_front() {
-                let value = serde_json::from_slice(&line)
-                    .map_err(|err| Failure::from_error("read a result line", &err))?;
+                let value =
+                    serde_json::from_slice(&line).map_err(|err| Failure::from_error("read a result line", &err))?;
                 self.ahead = Some(value);
                 break;
             }

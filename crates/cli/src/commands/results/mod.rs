@@ -112,13 +112,18 @@ pub(crate) async fn run(args: ResultsArgs, app: &App) -> Result {
 pub(crate) async fn write(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
     let counts = Counts::of(batch);
     if counts.status == "failed" {
-        return Err(Failure::new(Exit::JobFailed, format!("{} never ran: its file is not valid", short_id(&counts.id)))
-            .hint(format!("batch status {} shows the problems", wait::lookup_id(&counts.id))));
+        return Err(Failure::new(
+            Exit::JobFailed,
+            format!("{} never ran: its file is not valid", short_id(&counts.id)),
+        )
+        .hint(format!("batch status {} shows the problems", wait::lookup_id(&counts.id))));
     }
     let ended = is_terminal(&counts.status);
     if let Some(input) = &args.join {
         if !ended {
-            return Err(Failure::usage("--join needs a batch that has ended").hint("wait for it with `batch status ID --wait`"));
+            return Err(
+                Failure::usage("--join needs a batch that has ended").hint("wait for it with `batch status ID --wait`")
+            );
         }
         return join::run(args, input, batch, client, app).await;
     }
@@ -153,7 +158,11 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
     let beside = errors_beside(&args.output_file);
     let target = Target::new(&beside, args.resume)?;
     one_file(args, failures, target, client, app).await?;
-    app.ui.say(format!("{} requests have no answer; their lines are in {}", human::count(without_answer), beside.display()));
+    app.ui.say(format!(
+        "{} requests have no answer; their lines are in {}",
+        human::count(without_answer),
+        beside.display()
+    ));
     Ok(())
 }
 
@@ -211,9 +220,7 @@ async fn committed(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
         let mut query = vec![("limit", PAGE_LINES.to_string()), ("order", order.to_owned())];
         query.extend(cursor.clone().map(|cursor| ("after", cursor)));
         let response = client.stream(&format!("/v1/batches/{id}/results"), &query, 0).await?;
-        let header = |name: &str| {
-            response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
-        };
+        let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
         let (next, incomplete) = (header("x-next-cursor"), header("x-incomplete").is_none_or(|flag| flag != "false"));
         let bytes = response.bytes().await.map_err(|err| Failure::from_error("read the results", &err))?;
         let mut lines = Lines::default();
@@ -285,8 +292,8 @@ impl<'a> Writer<'a> {
         if self.args.is_raw() {
             return Ok(if self.terminal { (for_terminal(line) + "\n").into_bytes() } else { [line, b"\n"].concat() });
         }
-        let record: Value = serde_json::from_slice(line)
-            .map_err(|err| Failure::from_error("read a result line", &err))?;
+        let record: Value =
+            serde_json::from_slice(line).map_err(|err| Failure::from_error("read a result line", &err))?;
         let id = plain(&record["custom_id"]);
         if self.args.format == ResultFormat::Csv {
             if let Some(field) = &self.args.field {
@@ -304,7 +311,11 @@ impl<'a> Writer<'a> {
         let field = self.args.field.as_deref().unwrap_or_default();
         // One line per request, whatever the text holds.
         let value = lookup(&record, field).map(plain).unwrap_or_default();
-        let value = if self.terminal { escape(&value).into_owned() } else { value.replace('\\', "\\\\").replace('\n', "\\n").replace('\r', "\\r") };
+        let value = if self.terminal {
+            escape(&value).into_owned()
+        } else {
+            value.replace('\\', "\\\\").replace('\n', "\\n").replace('\r', "\\r")
+        };
         Ok((value + "\n").into_bytes())
     }
 }
@@ -352,7 +363,9 @@ mod tests {
 
     #[test]
     fn failed_lines_go_beside_the_output() {
-        for (path, beside) in [("out.jsonl", "out.errors.jsonl"), ("a/b.txt", "a/b.txt.errors.jsonl"), ("x", "x.errors.jsonl")] {
+        for (path, beside) in
+            [("out.jsonl", "out.errors.jsonl"), ("a/b.txt", "a/b.txt.errors.jsonl"), ("x", "x.errors.jsonl")]
+        {
             assert_eq!(errors_beside(std::path::Path::new(path)), PathBuf::from(beside));
         }
     }

@@ -34,13 +34,16 @@ pub(crate) async fn not_built(request: Request) -> ApiError {
 
 /// The engine and its mapper, when this process has them and they can answer.
 fn engine(state: &Inner) -> Result<(Arc<dyn Generate>, Mapper)> {
-    let (Some(generate), Some(mapper)) = (&state.parts.generate, &state.parts.mapper) else {
+    let Some(generate) = &state.parts.generate else {
         let message = "this process has no engine and answers no online requests; send a batch";
         return Err(ApiError::new(StatusCode::NOT_FOUND, message).code("no_engine"));
     };
     let unavailable = |code, cause| Err(ApiError::unavailable(code, state.retry_after()).cause(cause));
     match generate.status().state {
-        EngineState::Ready => Ok((Arc::clone(generate), mapper.clone())),
+        EngineState::Ready => match state.parts.mapper.get() {
+            Some(mapper) => Ok((Arc::clone(generate), mapper.clone())),
+            None => unavailable("engine_starting", "the mapper is not there yet".to_owned()),
+        },
         EngineState::Starting(stage) => unavailable("engine_starting", stage),
         EngineState::Poisoned(reason) => unavailable("engine_poisoned", reason),
     }

@@ -52,7 +52,7 @@ async fn names(state: &Inner) -> Result<BTreeSet<String>> {
 }
 
 fn object(state: &Inner, name: String) -> ModelObject {
-    let mapper = state.parts.mapper.as_ref();
+    let mapper = state.parts.mapper.get();
     let local = mapper.filter(|mapper| mapper.names().is_some_and(|names| names.contains(&name)));
     ModelObject {
         object: "model",

@@ -110,7 +110,7 @@ fn token_ids(fields: &Fields) -> Result<Vec<u32>> {
 
 /// The local engine's mapper, when the body's model (if it names one) is its own.
 fn local_mapper(state: &Arc<Inner>, fields: &Fields) -> Result<Mapper> {
-    let mapper = state.parts.mapper.clone().filter(|mapper| mapper.text().is_some()).ok_or_else(no_tokenizer)?;
+    let mapper = state.parts.mapper.get().cloned().filter(|mapper| mapper.text().is_some()).ok_or_else(no_tokenizer)?;
     match (fields.text("model")?, mapper.names()) {
         (Some(model), Some(names)) if !names.iter().any(|name| name == model) => {
             let shown: String = model.chars().take(120).collect();

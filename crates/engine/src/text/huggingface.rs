@@ -108,7 +108,8 @@ impl Alphabet {
 /// The byte that a `<0x0A>` token stands for.
 pub(super) fn byte_token(token: &str) -> Option<u8> {
     let hex = token.strip_prefix("<0x")?.strip_suffix('>')?;
-    if hex.len() == 2 { u8::from_str_radix(hex, 16).ok() } else { None }
+    let exact = hex.len() == 2 && hex.bytes().all(|digit| digit.is_ascii_hexdigit());
+    if exact { u8::from_str_radix(hex, 16).ok() } else { None }
 }
 
 /// Inverse of GPT-2's `bytes_to_unicode` (Radford et al., 2019, encoder.py).

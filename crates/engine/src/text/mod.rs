@@ -12,8 +12,10 @@ mod folder;
 mod huggingface;
 mod output;
 mod pieces;
+mod sentencepiece;
 mod stop;
 mod template;
+mod vocabulary;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -26,7 +28,10 @@ pub use template::ChatPrompt;
 
 use huggingface::HuggingFace;
 use pieces::Pieces;
+use sentencepiece::SentencePiece;
 use template::Template;
+
+use crate::gguf::Gguf;
 
 /// A model's tokenizer and chat template.
 #[derive(Debug)]
@@ -41,6 +46,7 @@ pub struct Text {
 #[derive(Debug)]
 enum Encoder {
     HuggingFace(Box<HuggingFace>),
+    SentencePiece(Box<SentencePiece>),
 }
 
 /// How ids become text.
@@ -76,6 +82,11 @@ impl Text {
         folder::load(folder)
     }
 
+    /// Takes the vocabulary, flags and template that a GGUF file carries itself.
+    pub fn from_gguf(gguf: &Gguf) -> Result<Text, TextError> {
+        vocabulary::load(gguf)
+    }
+
     /// Replaces the model's chat template. Errors when it does not parse.
     pub fn with_chat_template(mut self, source: String) -> Result<Text, TemplateError> {
         self.template = Some(Template::parse(source)?);
@@ -88,6 +99,7 @@ impl Text {
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
         let mut ids = match &self.encoder {
             Encoder::HuggingFace(tokenizer) => tokenizer.encode(text, add_special)?,
+            Encoder::SentencePiece(encoder) => encoder.encode(text),
         };
         if let Some((bos, _)) = self.special.bos.as_ref().filter(|_| add_special) {
             if self.special.add_bos && ids.first() != Some(bos) {
@@ -107,10 +119,10 @@ impl Text {
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
         let strip_leading_space = match self.decoding {
             Decoding::Bytes { strip_leading_space } => strip_leading_space,
-            Decoding::Whole => {
-                let Encoder::HuggingFace(tokenizer) = &self.encoder;
-                return tokenizer.decode(ids, skip_special);
-            }
+            Decoding::Whole => match &self.encoder {
+                Encoder::HuggingFace(tokenizer) => return tokenizer.decode(ids, skip_special),
+                Encoder::SentencePiece(_) => false,
+            },
         };
         let mut bytes = Vec::with_capacity(ids.len() * 4);
         for &id in ids {

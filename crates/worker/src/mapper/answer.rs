@@ -1,11 +1,12 @@
 //! Collects the outputs of a body's requests into one answer.
 
 use bytes::Bytes;
-use overnight_engine::request::RequestId;
+use overnight_engine::request::{FinishReason, RequestId, TokenOutput};
 use overnight_types::Usage;
 
+use super::choice::Choices;
 use super::refusal::of_failure;
-use super::remote;
+use super::{remote, write};
 use crate::generate::{Failure, Output};
 
 /// A finished HTTP answer.
@@ -55,7 +56,7 @@ pub enum StreamEnd {
         /// As in [`Response::finish_reason`].
         finish_reason: Option<String>,
     },
-    /// The chunks end with the error object; before the first chunk the caller may send this instead.
+    /// No answer. Before the first chunk the caller can send this as it is, later its body as the last chunk.
     Failed(Response),
 }
 
@@ -63,12 +64,19 @@ pub enum StreamEnd {
 #[derive(Debug)]
 pub struct Answer {
     ids: Vec<RequestId>,
+    /// `None` for a remote engine, whose one output is the answer.
+    choices: Option<Choices>,
     over: bool,
 }
 
 impl Answer {
     pub(super) fn remote(id: RequestId) -> Self {
-        Self { ids: vec![id], over: false }
+        Self { ids: vec![id], choices: None, over: false }
+    }
+
+    pub(super) fn local(choices: Choices) -> Self {
+        let ids = choices.all.iter().map(|choice| choice.request).collect();
+        Self { ids, choices: Some(choices), over: false }
     }
 
     /// The requests that it waits for, for routing and cancel.
@@ -81,26 +89,73 @@ impl Answer {
         if self.over || !self.ids.contains(&output.id()) {
             return AnswerState::Pending;
         }
-        self.over = true;
-        match output {
+        let state = match output {
+            Output::Tokens(tokens) => self.push_tokens(tokens),
+            Output::Response { status, body, .. } => AnswerState::Done(remote::judge(status, body)),
             Output::Failed { failure: refused @ Failure::Refused { .. }, .. } => {
                 AnswerState::Done(failure_response(&refused))
             }
             Output::Failed { failure, .. } => AnswerState::Failed(failure),
-            Output::Response { status, body, .. } => AnswerState::Done(remote::judge(status, body)),
-            Output::Tokens(_) => AnswerState::Pending,
+        };
+        self.over = state != AnswerState::Pending;
+        state
+    }
+
+    fn push_tokens(&mut self, tokens: TokenOutput) -> AnswerState {
+        let aborted = tokens.finish.as_ref().is_some_and(|finish| finish.reason == FinishReason::Abort);
+        let Some(choices) = &mut self.choices else { return AnswerState::Pending };
+        if aborted {
+            return AnswerState::Failed(Failure::Cancelled);
+        }
+        match choices.take(tokens) {
+            Some(_) if choices.is_complete() => AnswerState::Done(write::whole(choices)),
+            _ => AnswerState::Pending,
         }
     }
 
     /// The same for a body that asked for a stream.
     pub fn push_stream(&mut self, output: Output) -> StreamStep {
-        match self.push(output) {
-            AnswerState::Pending => StreamStep::default(),
-            AnswerState::Done(response) => StreamStep { chunks: Vec::new(), end: Some(StreamEnd::Failed(response)) },
-            AnswerState::Failed(failure) => {
-                StreamStep { chunks: Vec::new(), end: Some(StreamEnd::Failed(failure_response(&failure))) }
-            }
+        if self.over || !self.ids.contains(&output.id()) {
+            return StreamStep::default();
         }
+        match output {
+            Output::Tokens(tokens) => self.stream_tokens(tokens),
+            Output::Response { status, body, .. } => self.stream_failed(remote::judge(status, body)),
+            Output::Failed { failure, .. } => self.stream_failed(failure_response(&failure)),
+        }
+    }
+
+    fn stream_tokens(&mut self, mut tokens: TokenOutput) -> StreamStep {
+        if tokens.finish.as_ref().is_some_and(|finish| finish.reason == FinishReason::Abort) {
+            return self.stream_failed(failure_response(&Failure::Cancelled));
+        }
+        let Some(choices) = &mut self.choices else { return StreamStep::default() };
+        // What the chunk shows need not be kept; the end and the prompt's logprobs are.
+        let kept = TokenOutput {
+            id: tokens.id,
+            token_ids: Vec::new(),
+            text: String::new(),
+            logprobs: Vec::new(),
+            prompt_logprobs: tokens.prompt_logprobs.take(),
+            finish: tokens.finish.clone(),
+        };
+        let Some(index) = choices.take(kept) else { return StreamStep::default() };
+        let mut chunks = write::chunks(choices, index, &tokens);
+        if !choices.is_complete() {
+            return StreamStep { chunks, end: None };
+        }
+        if choices.rules.include_usage {
+            chunks.push(write::usage_chunk(choices));
+        }
+        chunks.push(Bytes::from_static(b"[DONE]"));
+        self.over = true;
+        let end = StreamEnd::Done { usage: choices.usage(), finish_reason: choices.finish_reason() };
+        StreamStep { chunks, end: Some(end) }
+    }
+
+    fn stream_failed(&mut self, response: Response) -> StreamStep {
+        self.over = true;
+        StreamStep { chunks: Vec::new(), end: Some(StreamEnd::Failed(response)) }
     }
 }
 

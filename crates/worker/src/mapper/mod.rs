@@ -8,8 +8,16 @@
 //! Start with [`Mapper::prepare`].
 
 mod answer;
+mod chat;
+mod choice;
+mod fields;
+mod local;
+mod params;
 mod refusal;
 mod remote;
+mod surrogates;
+mod wire;
+mod write;
 
 use std::sync::Arc;
 
@@ -121,9 +129,7 @@ impl Mapper {
     /// Checks a body and turns it into requests. A refusal is this item's answer and nobody else's.
     pub fn prepare(&self, endpoint: Endpoint, body: &[u8], options: PrepareOptions<'_>) -> Result<Prepared, Refusal> {
         match &*self.target {
-            Target::Local { .. } => {
-                Err(Refusal::bad("the local engine's mapping is not built yet").with_code("not_built"))
-            }
+            Target::Local { text, names, limits } => local::prepare(text, names, *limits, endpoint, body, &options),
             Target::Remote { names } => remote::prepare(names.as_deref(), endpoint, body, &options),
         }
     }

@@ -1,0 +1,227 @@
+//! A body for the engine in this process: prompts become token ids, choices become requests.
+
+use std::sync::Arc;
+
+use overnight_engine::request::RequestId;
+use overnight_engine::text::Text;
+use overnight_types::Endpoint;
+use serde::Deserialize;
+
+use super::answer::Answer;
+use super::chat;
+use super::choice::{AnswerRules, Choice, Choices};
+use super::fields::Fields;
+use super::params::{Params, token_id};
+use super::refusal::Refusal;
+use super::surrogates::replace_lone;
+use super::{ModelLimits, PrepareOptions, Prepared};
+use crate::generate::{Input, Request};
+
+/// Most prompts in one body, and most choices of all of them together.
+const PROMPTS_MAX: usize = 2_048;
+const CHOICES_MAX: usize = 4_096;
+
+/// One prompt of a body.
+#[derive(Debug)]
+struct Prompt {
+    ids: Vec<u32>,
+    /// What `echo` puts before the output.
+    echoed: Option<String>,
+}
+
+pub(super) fn prepare(
+    text: &Arc<Text>,
+    names: &[String],
+    limits: ModelLimits,
+    endpoint: Endpoint,
+    body: &[u8],
+    options: &PrepareOptions<'_>,
+) -> Result<Prepared, Refusal> {
+    let body = replace_lone(body);
+    let fields = Fields::split(endpoint, &body)?;
+    let model: String = fields.get("model")?.ok_or_else(|| Refusal::field("model", "model is required"))?;
+    if !names.contains(&model) {
+        return Err(Refusal::model_not_found(&model, names));
+    }
+    let params = Params::read(endpoint, &fields, limits, options.seed)?;
+    if params.stream && !options.allow_stream {
+        let message = "stream is not supported for items of a job: their answers are written whole";
+        return Err(Refusal::field("stream", message).with_code("unsupported_parameter"));
+    }
+    let mut prompts = match endpoint {
+        Endpoint::ChatCompletions => vec![chat_prompt(text, &fields, params.echo)?],
+        Endpoint::Completions => completion_prompts(text, &fields, limits, params.echo, params.skip_special_tokens)?,
+    };
+    truncate(&mut prompts, &fields, limits.max_model_len)?;
+    if prompts.len() * params.n as usize > CHOICES_MAX {
+        let message = format!("{} prompts with n = {} are more than {CHOICES_MAX} choices", prompts.len(), params.n);
+        return Err(Refusal::field("n", message));
+    }
+    let rules = AnswerRules {
+        endpoint,
+        id: format!(
+            "{}-{}",
+            if endpoint == Endpoint::ChatCompletions { "chatcmpl" } else { "cmpl" },
+            options.request_id
+        ),
+        created: options.created,
+        model,
+        logprobs: params.logprobs,
+        prompt_logprobs: params.prompt_logprobs.is_some(),
+        echo: params.echo,
+        skip_special_tokens: params.skip_special_tokens,
+        return_token_ids: params.return_token_ids,
+        tokens_as_ids: params.tokens_as_ids,
+        include_usage: params.include_usage,
+        samples_per_prompt: params.n,
+    };
+    let (requests, choices) = requests(endpoint, prompts, &params, limits, options)?;
+    Ok(Prepared {
+        requests,
+        answer: Answer::local(Choices::new(Arc::clone(text), rules, choices)),
+        stream: params.stream,
+        seed_used: Some(params.sampling.seed),
+    })
+}
+
+fn requests(
+    endpoint: Endpoint,
+    prompts: Vec<Prompt>,
+    params: &Params,
+    limits: ModelLimits,
+    options: &PrepareOptions<'_>,
+) -> Result<(Vec<Request>, Vec<Choice>), Refusal> {
+    let prompt_logprobs = params.engine_prompt_logprobs(endpoint);
+    let keeps_prompt = params.return_token_ids || (params.echo && params.logprobs.is_some());
+    let mut requests = Vec::with_capacity(prompts.len() * params.n as usize);
+    let mut choices = Vec::with_capacity(requests.capacity());
+    for prompt in prompts {
+        let num_prompt = u32::try_from(prompt.ids.len()).unwrap_or(u32::MAX);
+        let stop = params.stop_rules(endpoint, num_prompt, limits.max_model_len)?;
+        for sample in 0..params.n {
+            let id = RequestId::next();
+            let mut sampling = params.sampling.clone();
+            // n samples differ, and each can be had again.
+            sampling.seed = sampling.seed.wrapping_add(u64::from(sample));
+            let request = overnight_engine::Request {
+                id,
+                class: options.class,
+                prompt: prompt.ids.clone(),
+                sampling,
+                stop: stop.clone(),
+                logprobs: params.logprobs,
+                prompt_logprobs,
+                skip_special_tokens: params.skip_special_tokens,
+                stream: params.stream,
+            };
+            requests.push(Request { id, class: options.class, input: Input::Tokens(Box::new(request)) });
+            let kept = if keeps_prompt { prompt.ids.clone() } else { Vec::new() };
+            choices.push(Choice::new(id, num_prompt, kept, prompt.echoed.clone()));
+        }
+    }
+    Ok((requests, choices))
+}
+
+fn chat_prompt(text: &Text, fields: &Fields<'_>, echo: bool) -> Result<Prompt, Refusal> {
+    let chat = chat::render(text, fields)?;
+    // Templates write their own special tokens, BOS included.
+    let add_special = fields.flag("add_special_tokens", false)?;
+    let ids = text.encode(&chat.rendered, add_special).map_err(|err| Refusal::field("messages", err.to_string()))?;
+    if ids.is_empty() {
+        return Err(Refusal::field("messages", "messages: the chat renders to an empty prompt"));
+    }
+    Ok(Prompt { ids, echoed: chat.last_assistant.filter(|_| echo) })
+}
+
+/// The forms of `prompt`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum PromptForm {
+    Text(String),
+    Ids(Vec<i64>),
+    Texts(Vec<String>),
+    IdLists(Vec<Vec<i64>>),
+}
+
+fn completion_prompts(
+    text: &Text,
+    fields: &Fields<'_>,
+    limits: ModelLimits,
+    echo: bool,
+    skip_special: bool,
+) -> Result<Vec<Prompt>, Refusal> {
+    let raw = fields.raw("prompt").ok_or_else(|| Refusal::field("prompt", "prompt is required"))?;
+    let form = serde_json::from_str(raw.get()).map_err(|_| {
+        let forms = "a string, an array of strings, an array of token ids or an array of such arrays";
+        Refusal::field("prompt", format!("prompt must be {forms}"))
+    })?;
+    let add_special = fields.flag("add_special_tokens", true)?;
+    let from_text = |prompt: String| {
+        if prompt.is_empty() {
+            return Err(empty());
+        }
+        let ids = text.encode(&prompt, add_special).map_err(|err| Refusal::field("prompt", err.to_string()))?;
+        if ids.is_empty() { Err(empty()) } else { Ok(Prompt { ids, echoed: echo.then_some(prompt) }) }
+    };
+    let from_ids = |ids: Vec<i64>| {
+        let ids: Vec<u32> =
+            ids.into_iter().map(|id| token_id("prompt", id, limits.vocab_size)).collect::<Result<_, _>>()?;
+        if ids.is_empty() {
+            return Err(empty());
+        }
+        let echoed = if echo { Some(text.decode(&ids, skip_special)) } else { None };
+        let echoed = echoed.transpose().map_err(|err| Refusal::field("prompt", err.to_string()))?;
+        Ok(Prompt { ids, echoed })
+    };
+    let prompts: Vec<Prompt> = match form {
+        PromptForm::Text(prompt) => vec![from_text(prompt)?],
+        PromptForm::Ids(ids) => vec![from_ids(ids)?],
+        PromptForm::Texts(prompts) => {
+            few_enough(prompts.len())?;
+            prompts.into_iter().map(from_text).collect::<Result<_, _>>()?
+        }
+        PromptForm::IdLists(lists) => {
+            few_enough(lists.len())?;
+            lists.into_iter().map(from_ids).collect::<Result<_, _>>()?
+        }
+    };
+    if prompts.is_empty() { Err(empty()) } else { Ok(prompts) }
+}
+
+fn few_enough(num_prompts: usize) -> Result<(), Refusal> {
+    if num_prompts <= PROMPTS_MAX {
+        return Ok(());
+    }
+    Err(Refusal::field("prompt", format!("prompt takes at most {PROMPTS_MAX} prompts, got {num_prompts}")))
+}
+
+fn empty() -> Refusal {
+    Refusal::field("prompt", "prompt is empty; it must hold at least one token")
+}
+
+/// `truncate_prompt_tokens` keeps that many tokens, by default the last ones.
+fn truncate(prompts: &mut [Prompt], fields: &Fields<'_>, max_model_len: u32) -> Result<(), Refusal> {
+    let keeps_start = match fields.get::<String>("truncation_side")?.as_deref() {
+        None | Some("left") => false,
+        Some("right") => true,
+        Some(_) => return Err(Refusal::field("truncation_side", "truncation_side must be left or right")),
+    };
+    let Some(keep) = fields.get::<i64>("truncate_prompt_tokens")? else { return Ok(()) };
+    let keep = match keep {
+        -1 => max_model_len as usize,
+        keep => {
+            usize::try_from(keep).ok().filter(|keep| (1..=max_model_len as usize).contains(keep)).ok_or_else(|| {
+                let message = format!("truncate_prompt_tokens must be -1 or within 1…{max_model_len}, got {keep}");
+                Refusal::field("truncate_prompt_tokens", message)
+            })?
+        }
+    };
+    for prompt in prompts {
+        if keeps_start {
+            prompt.ids.truncate(keep);
+        } else {
+            prompt.ids.drain(..prompt.ids.len().saturating_sub(keep));
+        }
+    }
+    Ok(())
+}

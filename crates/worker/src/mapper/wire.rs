@@ -197,8 +197,8 @@ pub(super) struct Logprob(pub(super) f32);
 
 impl Serialize for Logprob {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        // `max` also turns NaN into the bound.
-        serializer.serialize_f32(self.0.max(LOGPROB_MIN).min(0.0))
+        let number = if self.0.is_nan() { LOGPROB_MIN } else { self.0.clamp(LOGPROB_MIN, 0.0) };
+        serializer.serialize_f32(number)
     }
 }
 

@@ -37,7 +37,7 @@ struct Inner {
     limit: Duration,
     piece_bytes: u64,
     /// Removed with the last handle.
-    _scratch: Option<tempfile::TempDir>,
+    scratch: Option<Arc<tempfile::TempDir>>,
 }
 
 /// What a probe found.
@@ -106,12 +106,19 @@ impl Blobs {
     /// Over any driver, for fault wrappers in tests. `limit` bounds each call.
     pub fn with_driver(driver: Arc<dyn ObjectStore>, limit: Duration) -> Self {
         let piece_bytes = LOCAL_PIECE_BYTES;
-        Self { inner: Arc::new(Inner { driver, root: None, limit, piece_bytes, _scratch: None }) }
+        Self { inner: Arc::new(Inner { driver, root: None, limit, piece_bytes, scratch: None }) }
+    }
+
+    /// The same storage, read and written in pieces of this size.
+    pub fn with_piece_bytes(self, piece_bytes: u64) -> Self {
+        let Inner { driver, root, limit, scratch, .. } = &*self.inner;
+        let (driver, root, scratch) = (driver.clone(), root.clone(), scratch.clone());
+        Self { inner: Arc::new(Inner { driver, root, limit: *limit, piece_bytes: piece_bytes.max(1), scratch }) }
     }
 
     fn over(driver: Arc<dyn ObjectStore>, root: Option<PathBuf>, scratch: Option<tempfile::TempDir>) -> Self {
         let (limit, piece_bytes) = (LOCAL_LIMIT, LOCAL_PIECE_BYTES);
-        Self { inner: Arc::new(Inner { driver, root, limit, piece_bytes, _scratch: scratch }) }
+        Self { inner: Arc::new(Inner { driver, root, limit, piece_bytes, scratch: scratch.map(Arc::new) }) }
     }
 
     /// Whether objects are files of this machine (or memory): calls are cheap.

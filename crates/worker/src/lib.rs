@@ -13,6 +13,7 @@ pub mod failpoints;
 pub mod generate;
 pub mod instant;
 pub mod intake;
+pub mod items;
 pub mod lifecycle;
 pub mod local;
 pub mod lock;

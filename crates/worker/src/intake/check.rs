@@ -5,10 +5,12 @@ use std::borrow::Cow;
 use overnight_blobs::envelope::{Envelope, LineFault};
 use overnight_blobs::json::{Kind, Raw};
 use overnight_blobs::lines::Line;
+use overnight_engine::request::Class;
 use overnight_types::Endpoint;
 use serde::{Deserialize, Serialize};
 
 use super::findings::{Findings, IntakeCode};
+use crate::mapper::{ErrorBody, Mapper, PrepareOptions};
 
 /// Longest excerpt of user text in a message, characters.
 const EXCERPT: usize = 80;
@@ -206,5 +208,19 @@ pub(crate) fn cut(text: &str) -> String {
     match text.char_indices().nth(EXCERPT) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
+    }
+}
+
+impl BodyCheck for Mapper {
+    fn check(&self, endpoint: Endpoint, body: &[u8]) -> Result<(), BodyFault> {
+        let options =
+            PrepareOptions { class: Class::Job, allow_stream: false, seed: 0, request_id: "validate", created: 0 };
+        match self.prepare(endpoint, body, options) {
+            Ok(_) => Ok(()),
+            Err(refusal) => {
+                let ErrorBody { message, param, code, .. } = refusal.error;
+                Err(BodyFault { code, param, message })
+            }
+        }
     }
 }

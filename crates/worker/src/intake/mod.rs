@@ -20,6 +20,7 @@ mod tests;
 
 use overnight_blobs::Blobs;
 use overnight_blobs::index::{self, Runs};
+use overnight_store::Store;
 use overnight_types::{Endpoint, JobId, Limits};
 
 pub use check::{BodyCheck, BodyFault, BodyFinding, KnownModels};
@@ -132,6 +133,20 @@ pub async fn validate(
         written.push((name, run.len() as u64));
         blobs.put(&name, run).await?;
     }
+}
+
+/// Models that a job may name: those configured here and those that a live worker
+/// has or may load.
+pub async fn known_models(store: &dyn Store, configured: &[String]) -> Result<KnownModels, crate::Error> {
+    let workers = store.list_live_workers().await.map_err(crate::Error::store("list live workers"))?;
+    let mut names = configured.to_vec();
+    names.extend(workers.into_iter().flat_map(|live| live.worker.models));
+    if names.iter().any(|name| name == "*") {
+        return Ok(KnownModels::Any);
+    }
+    names.sort_unstable();
+    names.dedup();
+    Ok(KnownModels::Named(names))
 }
 
 /// Turns trouble that is the input's own into its finding; passes other trouble on.

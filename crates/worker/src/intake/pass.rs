@@ -147,6 +147,17 @@ impl Pass {
         self.state.runs.push(bytes);
     }
 
+    /// The runs as they are now, in place of those that were written.
+    pub(crate) fn set_runs(&mut self, runs: Vec<u64>) {
+        self.state.runs = runs;
+    }
+
+    /// The same pass over the input's first bytes only, which must end with a line.
+    pub(crate) fn up_to(mut self, end: u64) -> Self {
+        self.size = Some(end);
+        self
+    }
+
     /// Bodies that the check refused: the first ones, and how many in all.
     pub fn body_findings(&self) -> (Vec<BodyFinding>, u64) {
         (self.body_findings.clone(), self.num_body_findings)

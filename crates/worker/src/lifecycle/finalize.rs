@@ -40,7 +40,7 @@ pub async fn run(context: &StepContext, lease: &StepLease) -> Result<(), Error> 
 }
 
 /// Writes the output file, the error file and the manifest; repeatable.
-async fn publish(context: &StepContext, job: &Job) -> Result<Published, Error> {
+pub async fn publish(context: &StepContext, job: &Job) -> Result<Published, Error> {
     let missing = |what: &str| Error::Damaged { job: job.id, what: format!("it ends without {what}") };
     let ending = job.ending.ok_or_else(|| missing("an ending"))?;
     let output_id = job.output_file_id.ok_or_else(|| missing("an output file id"))?;

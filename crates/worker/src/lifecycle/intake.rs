@@ -12,7 +12,7 @@ use overnight_types::{JobState, ShardIndex, chain};
 use super::StepContext;
 use crate::Error;
 use crate::intake::{Expected, Findings, IntakeOptions, KnownModels, Pass, Piece, Source, SourceError};
-use crate::intake::{duplicates, unreadable};
+use crate::intake::{duplicates, known_models, unreadable};
 
 /// Shard rows per read.
 const SHARDS_PER_READ: u32 = 5_000;
@@ -64,6 +64,9 @@ impl From<Error> for Trouble {
 async fn read_all(context: &StepContext, lease: &StepLease, pass: &mut Pass) -> Result<Findings, Trouble> {
     let job = &lease.job;
     let source = Source::Object(context.blobs.clone(), ObjectName::file(job.input_file_id));
+    if !pass.is_finished() {
+        restore_runs(context, job, pass, &source).await?;
+    }
     while !pass.is_finished() {
         let piece = pass.read_piece(&source, None).await?;
         let at_end = piece.at_end;
@@ -76,6 +79,31 @@ async fn read_all(context: &StepContext, lease: &StepLease, pass: &mut Pass) -> 
         fail::fail_point!("intake::after_record");
     }
     Ok(pass.findings().clone())
+}
+
+/// Writes the runs again when one is gone: a job that was cancelled while it was
+/// validated has none left once the sweep has passed, and may be resumed.
+async fn restore_runs(context: &StepContext, job: &Job, pass: &mut Pass, source: &Source) -> Result<(), Trouble> {
+    let mut all_there = true;
+    for (run, bytes) in (0..).zip(pass.runs()) {
+        let size = context.blobs.size(&ObjectName::intake_run(job.id, run)).await;
+        all_there &= size.map_err(Error::blobs("look at a run of custom ids"))? == Some(*bytes);
+    }
+    if all_there {
+        return Ok(());
+    }
+    tracing::warn!(job.id = %job.id, "runs of custom ids are gone, reading the input again up to the last record");
+    let options = IntakeOptions { expected: None, ..pass.options().clone() };
+    let mut again = Pass::new(job.id, options).up_to(pass.offset());
+    loop {
+        let piece = again.read_piece(source, None).await?;
+        let at_end = piece.at_end;
+        write_run(context, job, &mut again, piece).await?;
+        if at_end {
+            pass.set_runs(again.runs().to_vec());
+            return Ok(());
+        }
+    }
 }
 
 /// Writes a piece's custom ids as a sorted run.
@@ -116,22 +144,9 @@ async fn end(
         _ => [recorded_cuts(context.store.as_ref(), job).await?, piece.shards.clone()].concat(),
     };
     let duplicates = duplicates::verify(source, &cuts, twins, &pass.options().limits).await?;
-    let models = known_models(context).await?;
+    let models = known_models(context.store.as_ref(), &context.known_models).await?;
     pass.finish(&models, duplicates);
     Ok(piece.shards)
-}
-
-/// Models configured here or listed by a live worker.
-async fn known_models(context: &StepContext) -> Result<KnownModels, Error> {
-    let workers = context.store.list_live_workers().await.map_err(Error::store("list live workers"))?;
-    let mut names = context.known_models.clone();
-    names.extend(workers.into_iter().flat_map(|live| live.worker.models));
-    if names.iter().any(|name| name == "*") {
-        return Ok(KnownModels::Any);
-    }
-    names.sort_unstable();
-    names.dedup();
-    Ok(KnownModels::Named(names))
 }
 
 async fn recorded_cuts(store: &dyn Store, job: &Job) -> Result<Vec<NewShard>, Error> {

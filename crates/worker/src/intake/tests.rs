@@ -17,7 +17,9 @@ fn options() -> IntakeOptions {
 }
 
 fn line(custom_id: &str) -> String {
-    format!(r#"{{"custom_id":{custom_id},"method":"POST","url":"/v1/chat/completions","body":{{"model":"m","messages":[]}}}}"#)
+    format!(
+        r#"{{"custom_id":{custom_id},"method":"POST","url":"/v1/chat/completions","body":{{"model":"m","messages":[]}}}}"#
+    )
 }
 
 async fn run(input: impl Into<Vec<u8>>, options: IntakeOptions) -> ValidationReport {
@@ -38,7 +40,10 @@ async fn every_code_has_its_line_and_param() {
         (good.clone(), vec![]),
         ("{".into(), vec![("invalid_json_line", Some(1), None)]),
         (format!("{good}\n\n[1,2]"), vec![("invalid_json_line", Some(3), None)]),
-        (format!("{good}\n\"x\"\nnull"), vec![("invalid_json_line", Some(2), None), ("invalid_json_line", Some(3), None)]),
+        (
+            format!("{good}\n\"x\"\nnull"),
+            vec![("invalid_json_line", Some(2), None), ("invalid_json_line", Some(3), None)],
+        ),
         (format!("{good} x"), vec![("invalid_json_line", Some(1), None)]),
         (good.replace("{\"custom_id\"", "{\"url\":\"\",\"custom_id\""), vec![("invalid_json_line", Some(1), None)]),
         (line("1"), vec![("invalid_request", Some(1), Some("custom_id"))]),
@@ -51,7 +56,10 @@ async fn every_code_has_its_line_and_param() {
         (good.replace("completions\"", "completions/\""), vec![("url_mismatch", Some(1), Some("url"))]),
         (good.replace("/v1/chat", "http://x/v1/chat"), vec![("url_mismatch", Some(1), Some("url"))]),
         (good.replace("\"url\"", "\"uri\""), vec![("url_mismatch", Some(1), Some("url"))]),
-        (good.replace("{\"model\":\"m\",\"messages\":[]}", "\"text\""), vec![("invalid_request", Some(1), Some("body"))]),
+        (
+            good.replace("{\"model\":\"m\",\"messages\":[]}", "\"text\""),
+            vec![("invalid_request", Some(1), Some("body"))],
+        ),
         (good.replace("\"body\"", "\"bod\""), vec![("invalid_request", Some(1), Some("body"))]),
         (good.replace("\"model\":\"m\",", ""), vec![("invalid_request", Some(1), Some("body.model"))]),
         (good.replace("\"model\":\"m\"", "\"model\":7"), vec![("invalid_request", Some(1), Some("body.model"))]),
@@ -59,7 +67,10 @@ async fn every_code_has_its_line_and_param() {
         (good.replace("[]", "[],\"stream\":0"), vec![("invalid_request", Some(1), Some("body.stream"))]),
         (good.replace("[]", "[],\"stream\":null"), vec![]),
         (good.replace("[]", "[],\"stream\":false"), vec![]),
-        (format!("{good}\n{}", line("\"b\"").replace("\"m\"", "\"n\"")), vec![("model_mismatch", Some(2), Some("body.model"))]),
+        (
+            format!("{good}\n{}", line("\"b\"").replace("\"m\"", "\"n\"")),
+            vec![("model_mismatch", Some(2), Some("body.model"))],
+        ),
         (format!("\n{}", good.replace("\"m\"", "\"other\"")), vec![("model_not_found", Some(2), Some("body.model"))]),
         (format!("{good}\n\n{}\n{good}", line("\"b\"")), vec![("duplicate_custom_id", Some(4), Some("custom_id"))]),
         (format!("{good}\n{}", line("\"\\u0067ood\"")), vec![("duplicate_custom_id", Some(2), Some("custom_id"))]),
@@ -78,9 +89,14 @@ async fn every_code_has_its_line_and_param() {
 async fn one_line_tells_all_its_faults_and_the_rest_is_read_on() {
     let bad = r#"{"custom_id":7,"method":"GET","url":"/x","body":{"stream":true}}"#;
     let report = run(format!("{bad}\nnot json\n{}", line("\"a\"")), options()).await;
-    let params: Vec<_> = report.findings.kept.iter().map(|kept| (kept.line, kept.param.clone().unwrap_or_default())).collect();
+    let params: Vec<_> =
+        report.findings.kept.iter().map(|kept| (kept.line, kept.param.clone().unwrap_or_default())).collect();
     let wanted = [
-        (Some(1), "custom_id"), (Some(1), "method"), (Some(1), "url"), (Some(1), "body.model"), (Some(1), "body.stream"),
+        (Some(1), "custom_id"),
+        (Some(1), "method"),
+        (Some(1), "url"),
+        (Some(1), "body.model"),
+        (Some(1), "body.stream"),
         (Some(2), ""),
     ];
     assert_eq!(params, wanted.map(|(line, param)| (line, param.to_owned())));
@@ -123,7 +139,11 @@ async fn invalid_utf8_is_refused_with_its_byte() {
     assert_eq!(message, &format!("invalid UTF-8 at byte 13 of the line (byte {} of the file)", start + 13));
     // A mark before the first line does not move its bytes.
     let report = run(b"\xef\xbb\xbf{\"a\":\"\xff\"}".to_vec(), options()).await;
-    assert!(report.findings.kept[0].message.contains("byte 7 of the line (byte 10 of the file)"), "{:?}", report.findings);
+    assert!(
+        report.findings.kept[0].message.contains("byte 7 of the line (byte 10 of the file)"),
+        "{:?}",
+        report.findings
+    );
 }
 
 // Field reports 14, 15 and 16.
@@ -131,15 +151,31 @@ async fn invalid_utf8_is_refused_with_its_byte() {
 async fn any_custom_id_that_is_a_string_works() {
     let long = format!("\"{}\"", "x".repeat(10_000));
     let ids = [
-        "\" \"", "\"a\"", "\"A\"", "\"a \"", "\"\u{1f600}\"", "\"\\n\"", "\"\\u0000\"", "\"\\ud800\"", "\"\\ud801\"", "\"\\udc00\"",
-        "\"\\ufffd\"", "\"1\"", "\"null\"", "\"\u{2028}\"", "\"\\\"\"", "\"..\\/..\\/etc\"", &long,
+        "\" \"",
+        "\"a\"",
+        "\"A\"",
+        "\"a \"",
+        "\"\u{1f600}\"",
+        "\"\\n\"",
+        "\"\\u0000\"",
+        "\"\\ud800\"",
+        "\"\\ud801\"",
+        "\"\\udc00\"",
+        "\"\\ufffd\"",
+        "\"1\"",
+        "\"null\"",
+        "\"\u{2028}\"",
+        "\"\\\"\"",
+        "\"..\\/..\\/etc\"",
+        &long,
     ];
     let input: Vec<String> = ids.iter().map(|id| line(id)).collect();
     let report = run(input.join("\n"), options()).await;
     assert!(report.is_valid(), "{:?}", report.findings);
     assert_eq!(report.requests, ids.len() as u64);
     // Equal as decoded text: each of these is the same id in another spelling.
-    for (one, other) in [("\"\\ud83d\\ude00\"", "\"\u{1f600}\""), ("\"\\ud800\"", "\"\\uD800\""), ("\"\\/\"", "\"/\"")] {
+    for (one, other) in [("\"\\ud83d\\ude00\"", "\"\u{1f600}\""), ("\"\\ud800\"", "\"\\uD800\""), ("\"\\/\"", "\"/\"")]
+    {
         let report = run(format!("{}\n{}", line(one), line(other)), options()).await;
         assert_eq!(found(&report.findings), [("duplicate_custom_id", Some(2), Some("custom_id"))], "{one} {other}");
     }
@@ -282,10 +318,7 @@ async fn equal_hashes_alone_are_no_duplicate() {
     let source = Source::Memory(input.clone().into());
     let mut pass = Pass::new(JobId::new(), options());
     let piece = pass.read_piece(&source, None).await.unwrap();
-    let twins = index::Twins {
-        kept: (1..4).map(|later| index::Twin { later, first: 0, hash: 5 }).collect(),
-        total: 3,
-    };
+    let twins = index::Twins { kept: (1..4).map(|later| index::Twin { later, first: 0, hash: 5 }).collect(), total: 3 };
     let duplicates = duplicates::verify(&source, &piece.shards, twins, &Limits::default()).await.unwrap();
     let findings = pass.finish(&KnownModels::Any, duplicates);
     assert_eq!(found(&findings), [3, 4].map(|line| ("duplicate_custom_id", Some(line), Some("custom_id"))));

@@ -6,8 +6,8 @@ use overnight_blobs::{Blobs, ItemRecord};
 use overnight_store::{Job, Segment, Shard, Store};
 use overnight_types::{ItemIndex, OutcomeKind, ShardIndex};
 
-use super::view::{ItemView, ShardLook, ended_undone};
 use super::records;
+use super::view::{ItemView, ShardLook, ended_undone};
 use crate::Error;
 
 /// Shards per read.
@@ -120,12 +120,7 @@ fn code_of(record: &ItemRecord) -> &str {
     }
 }
 
-async fn example(
-    store: &dyn Store,
-    blobs: &Blobs,
-    job: &Job,
-    item: ItemIndex,
-) -> Result<Option<ErrorExample>, Error> {
+async fn example(store: &dyn Store, blobs: &Blobs, job: &Job, item: ItemIndex) -> Result<Option<ErrorExample>, Error> {
     let shard = store.find_shard_of_item(job.id, item).await.map_err(Error::store("find a shard"))?;
     let Some(shard) = shard else { return Ok(None) };
     let now = store.now().await.map_err(Error::store("read the clock"))?;

@@ -113,12 +113,7 @@ pub struct ResultsPage {
 }
 
 /// Reads output lines of a job.
-pub async fn results(
-    store: &dyn Store,
-    blobs: &Blobs,
-    job: &Job,
-    query: &ResultsQuery,
-) -> Result<ResultsPage, Error> {
+pub async fn results(store: &dyn Store, blobs: &Blobs, job: &Job, query: &ResultsQuery) -> Result<ResultsPage, Error> {
     let limit = (query.limit as usize).clamp(1, PAGE_LINES_MAX);
     let bad = |cursor: ResultsCursor| Error::BadCursor { text: cursor.to_string() };
     match (query.order, query.after) {
@@ -244,13 +239,7 @@ async fn shard_of(store: &dyn Store, job: &Job, index: ShardIndex) -> Result<Sha
     Ok(shard.ok_or_else(missing)?)
 }
 
-async fn by_input(
-    store: &dyn Store,
-    blobs: &Blobs,
-    job: &Job,
-    first: u64,
-    limit: usize,
-) -> Result<ResultsPage, Error> {
+async fn by_input(store: &dyn Store, blobs: &Blobs, job: &Job, first: u64, limit: usize) -> Result<ResultsPage, Error> {
     let mut page = Collected::default();
     let next = |item| ResultsCursor::Input { round: job.round, item };
     let mut item = first;
@@ -287,10 +276,8 @@ async fn input_lines(
     let first_item = shard.cut.first_item.0;
     let from = (item - first_item) as u32;
     let undone_end = ended_undone(job).is_some();
-    let bits: Vec<u32> = (from..shard.cut.num_items)
-        .take_while(|bit| shard.done.get(*bit) || undone_end)
-        .take(limit)
-        .collect();
+    let bits: Vec<u32> =
+        (from..shard.cut.num_items).take_while(|bit| shard.done.get(*bit) || undone_end).take(limit).collect();
     let done: Vec<u32> = bits.iter().copied().filter(|bit| shard.done.get(*bit)).collect();
     let segments = records::segments_of(store, job.id, shard.cut.shard).await?;
     let mut undone = match (undone_end && !shard.done.is_full(), job.ending) {

@@ -52,12 +52,7 @@ impl RetryPlan {
 
 /// Selects the items of an ended job that run again, and writes the lines of the
 /// undone ones that do not. Completed items never run again.
-pub async fn plan_retry(
-    store: &dyn Store,
-    blobs: &Blobs,
-    job: &Job,
-    filter: &RetryFilter,
-) -> Result<RetryPlan, Error> {
+pub async fn plan_retry(store: &dyn Store, blobs: &Blobs, job: &Job, filter: &RetryFilter) -> Result<RetryPlan, Error> {
     let damaged = || Error::Damaged { job: job.id, what: "it has ended without an ending".to_owned() };
     let ending = job.ending.ok_or_else(damaged)?;
     let (named, unknown_custom_ids) = named_items(store, blobs, job, filter).await?;

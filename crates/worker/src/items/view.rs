@@ -189,11 +189,7 @@ impl<'a> ShardLook<'a> {
     }
 
     /// Items with their records, in order of the bits.
-    pub(crate) async fn read(
-        &self,
-        blobs: &Blobs,
-        bits: &[u32],
-    ) -> Result<Vec<(ItemView, Option<ItemRecord>)>, Error> {
+    pub(crate) async fn read(&self, blobs: &Blobs, bits: &[u32]) -> Result<Vec<(ItemView, Option<ItemRecord>)>, Error> {
         let first_item = self.shard.cut.first_item.0;
         let done: Vec<u32> = bits.iter().copied().filter(|bit| self.shard.done.get(*bit)).collect();
         let mut records = records::latest(blobs, &self.segments, first_item, &done).await?.into_iter().peekable();

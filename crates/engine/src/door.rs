@@ -12,6 +12,8 @@ use crate::request::{Request, RequestError, SamplingParams};
 /// Defaults of the CPU back end, and the rows that the KV pool is sized for.
 const DEFAULT_MAX_NUM_SEQS: u32 = 32;
 const DEFAULT_MAX_NUM_BATCHED_TOKENS: u32 = 512;
+/// Short outputs are admitted only when there is room for all of them.
+const EXPECTED_OUTPUT_MIN: u32 = 256;
 /// Stop texts, stop ids and biases that one request may carry.
 const STOP_TEXTS_MAX: usize = 64;
 const STOP_TEXT_BYTES_MAX: usize = 4096;
@@ -37,6 +39,8 @@ pub struct Limits {
     pub num_blocks: u32,
     /// Most logprobs per position.
     pub max_logprobs: u32,
+    /// Output tokens that admission keeps room for; see [`crate::scheduler::SchedulerLimits`].
+    pub expected_output_min: u32,
     /// The model's own end tokens.
     pub eos_token_ids: Vec<u32>,
     /// Stop texts can be matched.
@@ -81,6 +85,7 @@ impl Limits {
             block_size: config.block_size,
             num_blocks,
             max_logprobs: config.max_logprobs,
+            expected_output_min: EXPECTED_OUTPUT_MIN,
             eos_token_ids: shape.eos_token_ids.clone(),
             has_text: text_vocab_size.is_some(),
         })

@@ -38,6 +38,7 @@ impl Engine {
             block_size: limits.block_size,
             num_blocks: limits.num_blocks,
             enable_prefix_caching,
+            expected_output_min: limits.expected_output_min,
         });
         Ok(Self { model, limits, scheduler, sampler: Sampler::default(), plan: StepPlan::default(), num_arrived: 0 })
     }

@@ -31,11 +31,11 @@ pub struct SchedulerLimits {
     pub num_blocks: u32,
     /// Finished blocks are found again.
     pub enable_prefix_caching: bool,
+    /// Output tokens that admission keeps room for, as far as they are allowed. Of longer
+    /// outputs a share is expected when that is more.
+    pub expected_output_min: u32,
 }
 
-/// Sequences with at most this many tokens to generate are admitted only when there is
-/// room for all of them; of longer ones a share is expected.
-const FULL_LIFETIME_MAX: u32 = 256;
 /// Share of the tokens still allowed that a long generation is expected to use, in tenths.
 const EXPECTED_TENTHS: u32 = 3;
 /// Online sequences admitted before a waiting job's one before one of these takes its turn.
@@ -336,11 +336,7 @@ impl Scheduler {
     /// Blocks that a sequence is expected to hold before its end.
     fn num_expected_blocks(&self, sequence: &Sequence) -> u32 {
         let left = sequence.max_tokens - sequence.num_output_tokens();
-        let expected = if sequence.max_tokens <= FULL_LIFETIME_MAX {
-            left
-        } else {
-            (left / 10 * EXPECTED_TENTHS).max(left.min(FULL_LIFETIME_MAX))
-        };
+        let expected = (left / 10 * EXPECTED_TENTHS).max(left.min(self.limits.expected_output_min));
         // The last token is chosen but never computed.
         self.pool.blocks_for(sequence.num_tokens() + expected.saturating_sub(1)).min(self.pool.num_blocks())
     }

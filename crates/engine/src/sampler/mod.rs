@@ -66,6 +66,19 @@ pub struct Sampled {
 #[error("the model's logits are not finite numbers")]
 pub struct NotFinite;
 
+/// The seed of choice `index` of a request with this seed: choices differ and repeat,
+/// and the first one is what the request gives with a single choice.
+pub fn choice_seed(seed: u64, index: u32) -> u64 {
+    if index == 0 {
+        return seed;
+    }
+    // SplitMix64 (Steele, Lea & Flood, Fast Splittable Pseudorandom Number Generators, 2014, figure 15).
+    let mixed = seed.wrapping_add(u64::from(index).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ mixed >> 31
+}
+
 /// Keeps its buffers from step to step.
 #[derive(Debug, Default)]
 pub struct Sampler {

@@ -1,0 +1,223 @@
+//! The engine behind its handle: threads, sinks, cancel, breakdown.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use overnight_engine::output::{Event, Sink};
+use overnight_engine::{
+    Engine, EngineHandle, EngineState, FinishReason, Request, RequestError, StopReason, StopRules, TokenOutput,
+};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use crate::bed::{Bed, again, alone, prompt, request};
+use crate::texts::text;
+use crate::toy::{ERROR_TOKEN, PANIC_TOKEN, Toy};
+
+/// Longest wait for anything.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn start(bed: &Bed) -> EngineHandle {
+    Engine::start(Box::new(Toy::new(bed.max_model_len)), Some(text()), &bed.config()).expect("it starts")
+}
+
+fn channel() -> (Sink, UnboundedReceiver<Vec<Event>>) {
+    let (sender, receiver) = unbounded_channel();
+    (Arc::new(move |events| sender.send(events).is_ok()), receiver)
+}
+
+/// All events until each of `num` requests has its last one.
+async fn until_ended(receiver: &mut UnboundedReceiver<Vec<Event>>, num: usize) -> Vec<Event> {
+    let (mut events, mut num_ended) = (Vec::new(), 0);
+    while num_ended < num {
+        let message = tokio::time::timeout(PATIENCE, receiver.recv()).await;
+        for event in message.expect("an event in time").expect("the engine keeps the sink") {
+            num_ended += usize::from(match &event {
+                Event::Output(output) => output.finish.is_some(),
+                Event::Failed { .. } => true,
+            });
+            events.push(event);
+        }
+    }
+    events
+}
+
+fn outputs_of<'a>(events: &'a [Event], request: &Request) -> Vec<&'a TokenOutput> {
+    let outputs = events.iter().filter_map(|event| match event {
+        Event::Output(output) if output.id == request.id => Some(output),
+        _ => None,
+    });
+    outputs.collect()
+}
+
+fn failure_of<'a>(events: &'a [Event], request: &Request) -> &'a RequestError {
+    let failed = events.iter().find_map(|event| match event {
+        Event::Failed { id, error } if *id == request.id => Some(error),
+        _ => None,
+    });
+    failed.expect("the request failed")
+}
+
+#[tokio::test]
+async fn streamed_and_whole_answers_are_equal() {
+    let handle = start(&Bed::default());
+    let whole = request(prompt(1, 20), 25);
+    let stream = Request { stream: true, ..again(&whole) };
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![whole.clone(), stream.clone()], sink).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 2).await;
+    let (whole, stream) = (outputs_of(&events, &whole), outputs_of(&events, &stream));
+    assert_eq!(whole.len(), 1);
+    assert!(stream.len() > 10);
+    assert_eq!(whole[0].token_ids, stream.iter().flat_map(|output| output.token_ids.clone()).collect::<Vec<_>>());
+    assert_eq!(whole[0].text, stream.iter().map(|output| output.text.as_str()).collect::<String>());
+    assert_eq!(whole[0].text, text().decode(&whole[0].token_ids, true).expect("text"));
+}
+
+/// Field report 1, 8, 9: a refused request fails alone, at once; its neighbours finish.
+#[tokio::test]
+async fn refused_request_spares_its_neighbours() {
+    let handle = start(&Bed::default());
+    let good = [request(prompt(1, 9), 8), request(prompt(2, 9), 8)];
+    let (empty, foreign) = (request(vec![], 5), request(vec![1_000], 5));
+    let (sink, mut receiver) = channel();
+    let all = vec![good[0].clone(), empty.clone(), foreign.clone(), good[1].clone()];
+    handle.submit(all, sink).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 4).await;
+    assert_eq!(failure_of(&events, &empty).code, "empty_prompt");
+    assert_eq!(failure_of(&events, &foreign).code, "invalid_token_id");
+    good.iter().for_each(|request| assert_eq!(outputs_of(&events, request)[0].token_ids, alone(request).tokens));
+}
+
+#[tokio::test]
+async fn stop_text_ends_the_request_and_frees_its_place() {
+    let handle = start(&Bed { max_model_len: 4_000, ..Bed::default() });
+    let free = request(prompt(5, 9), 40);
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![free.clone()], sink.clone()).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 1).await;
+    let whole = &outputs_of(&events, &free)[0].text;
+    let at = whole.char_indices().nth(20).expect("40 characters or so").0;
+    let stop: String = whole[at..].chars().take(3).collect();
+    let first = whole.find(&stop).expect("it is there");
+    let stop_rules = StopRules { stop: vec![stop.clone()], max_tokens: 3_900, ..free.stop.clone() };
+    let stopped = Request { stop: stop_rules, ..again(&free) };
+    handle.submit(vec![stopped.clone()], sink).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 1).await;
+    let output = outputs_of(&events, &stopped)[0];
+    assert_eq!(output.text, whole[..first]);
+    assert_eq!(output.token_ids.len(), whole[..first].chars().count());
+    let finish = output.finish.as_ref().expect("its end");
+    assert_eq!((finish.reason, &finish.stop_reason), (FinishReason::Stop, &Some(StopReason::Text(stop))));
+    assert_eq!(finish.num_output_tokens as usize, output.token_ids.len() + 3);
+    until_idle(&handle).await;
+    assert_eq!(handle.status().kv_cache_usage, 0.0);
+    assert!(handle.status().generation_tokens < 1_000, "it did not run to max_tokens");
+    assert_eq!(handle.status().num_finished.stop, 1);
+}
+
+/// Polls until nothing runs or waits.
+async fn until_idle(handle: &EngineHandle) {
+    let idle = async {
+        loop {
+            let status = handle.status();
+            if status.num_running == 0 && status.num_waiting == 0 {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, idle).await.expect("the engine comes to rest");
+}
+
+#[tokio::test]
+async fn cancelled_request_ends_as_aborted_and_others_go_on() {
+    let handle = start(&Bed { max_model_len: 3_000, ..Bed::default() });
+    let endless = Request { stream: true, ..request(prompt(1, 9), 2_900) };
+    let other = request(prompt(2, 9), 30);
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![endless.clone(), other.clone()], sink).await.expect("it takes requests");
+    let first = receiver.recv().await.expect("the stream begins");
+    handle.cancel(&[endless.id, endless.id, request(vec![1], 1).id]);
+    let mut events = first;
+    events.extend(until_ended(&mut receiver, 2).await);
+    let last = *outputs_of(&events, &endless).last().expect("its end");
+    assert_eq!(last.finish.as_ref().expect("its end").reason, FinishReason::Abort);
+    assert_eq!(outputs_of(&events, &other)[0].token_ids, alone(&other).tokens);
+    handle.cancel(&[endless.id, other.id]);
+    until_idle(&handle).await;
+    assert_eq!(handle.status().num_finished.abort, 1);
+}
+
+/// Field report 66: pegainfer docs.
+#[tokio::test]
+async fn panic_of_a_step_fails_all_requests_as_transient_and_shows() {
+    breakdown(PANIC_TOKEN, "a step panicked: the toy panics as asked").await;
+}
+
+#[tokio::test]
+async fn device_error_fails_all_requests_as_transient_and_shows() {
+    breakdown(ERROR_TOKEN, "the toy's device failed as asked").await;
+}
+
+async fn breakdown(trigger: u32, why: &str) {
+    let handle = start(&Bed { max_num_seqs: 2, max_model_len: 3_000, ..Bed::default() });
+    let running = Request { stream: true, ..request(prompt(1, 9), 2_900) };
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![running.clone()], sink.clone()).await.expect("it takes requests");
+    receiver.recv().await.expect("the stream begins");
+    let waiting: Vec<_> = (2..8).map(|salt| request(prompt(salt, 9), 2_900)).collect();
+    let all = [vec![request(vec![trigger], 5)], waiting].concat();
+    handle.submit(all.clone(), sink.clone()).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 8).await;
+    for request in all.iter().chain([&running]) {
+        let error = failure_of(&events, request);
+        assert_eq!((error.transient, error.code), (true, "engine_stopped"));
+        assert!(error.message.contains(why), "{}", error.message);
+    }
+    let state = handle.status().state;
+    assert!(matches!(&state, EngineState::Poisoned(reason) if reason.contains(why)), "{state:?}");
+    let error = handle.submit(vec![request(vec![1], 1)], sink).await.expect_err("it takes no more");
+    assert!(error.to_string().contains(why), "{error}");
+}
+
+#[tokio::test]
+async fn shutdown_fails_what_is_inside_as_transient() {
+    let handle = start(&Bed { max_model_len: 3_000, ..Bed::default() });
+    let requests: Vec<_> = (0..20).map(|salt| request(prompt(salt, 9), 2_900)).collect();
+    let (sink, mut receiver) = channel();
+    handle.submit(requests.clone(), sink).await.expect("it takes requests");
+    let stopping = handle.clone();
+    tokio::task::spawn_blocking(move || stopping.shutdown()).await.expect("it stops");
+    let events = until_ended(&mut receiver, 20).await;
+    requests.iter().for_each(|request| assert!(failure_of(&events, request).transient));
+    assert_eq!(handle.status().state, EngineState::Stopped);
+    assert_eq!(receiver.recv().await, None, "nothing holds the sink any more");
+}
+
+#[tokio::test]
+async fn more_requests_than_fit_inside_all_finish_in_turn() {
+    let handle = start(&Bed::default());
+    let requests: Vec<_> = (0..handle.capacity() as u64 * 2).map(|salt| request(prompt(salt, 5), 3)).collect();
+    let (sink, mut receiver) = channel();
+    handle.submit(requests.clone(), sink).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, requests.len()).await;
+    for request in requests.iter().step_by(50) {
+        assert_eq!(outputs_of(&events, request)[0].token_ids, alone(request).tokens);
+    }
+    until_idle(&handle).await;
+    let status = handle.status();
+    assert_eq!(status.num_finished.length, requests.len() as u64);
+    assert_eq!(status.generation_tokens, requests.len() as u64 * 3);
+}
+
+#[tokio::test]
+async fn engine_without_text_gives_token_ids() {
+    let bed = Bed::default();
+    let handle = Engine::start(Box::new(Toy::new(512)), None, &bed.config()).expect("it starts");
+    let request = request(prompt(1, 20), 10);
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![request.clone()], sink).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 1).await;
+    assert_eq!(outputs_of(&events, &request)[0].token_ids, alone(&request).tokens);
+    assert_eq!(outputs_of(&events, &request)[0].text, "");
+}

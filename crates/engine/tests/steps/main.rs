@@ -1,0 +1,10 @@
+//! The engine over a toy model: scheduling, KV blocks, sampling, door, handle.
+
+mod bed;
+mod door;
+mod handle;
+mod outputs;
+mod sampling;
+mod scheduling;
+mod texts;
+mod toy;

@@ -66,6 +66,8 @@ pub struct EngineStatus {
     pub prompt_tokens: u64,
     /// Tokens chosen.
     pub generation_tokens: u64,
+    /// Of these, in steps without prefill.
+    pub decode_only_tokens: u64,
     /// Prompt tokens looked up in the prefix cache.
     pub prefix_cache_queries: u64,
     /// Of these, found.
@@ -204,6 +206,7 @@ fn spawn(engine: Engine, outputs: Outputs, limits: Limits) -> EngineHandle {
             num_steps: 0,
             prompt_tokens: 0,
             generation_tokens: 0,
+            decode_only_tokens: 0,
             prefix_cache_queries: 0,
             prefix_cache_hits: 0,
             num_preemptions: 0,
@@ -481,11 +484,13 @@ impl EngineThread {
         status.last_progress = now;
         status.num_steps += 1;
         status.prompt_tokens += u64::from(step.num_prefill_tokens);
-        status.generation_tokens += step.outputs.iter().filter(|output| output.token.is_some()).count() as u64;
+        let num_chosen = step.outputs.iter().filter(|output| output.token.is_some()).count() as u64;
+        status.generation_tokens += num_chosen;
         let seconds = (now - started).as_secs_f64();
         if step.num_prefill_tokens > 0 {
             status.prefill_seconds += seconds;
         } else {
+            status.decode_only_tokens += num_chosen;
             status.decode_seconds += seconds;
         }
         drop(status);

@@ -8,6 +8,7 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod bench;
 pub mod blocks;
 pub mod config;
 pub mod door;

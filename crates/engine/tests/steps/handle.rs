@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use overnight_engine::bench::{BenchError, ThroughputOptions, run_throughput};
 use overnight_engine::output::{Event, Sink};
 use overnight_engine::{
-    Engine, EngineHandle, EngineState, FinishReason, Request, RequestError, StopReason, StopRules, TokenOutput,
+    Engine, EngineHandle, EngineState, FinishReason, Request, RequestError, SamplingParams, StopReason, StopRules,
+    TokenOutput,
 };
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
@@ -220,4 +222,24 @@ async fn engine_without_text_gives_token_ids() {
     let events = until_ended(&mut receiver, 1).await;
     assert_eq!(outputs_of(&events, &request)[0].token_ids, alone(&request).tokens);
     assert_eq!(outputs_of(&events, &request)[0].text, "");
+}
+
+#[tokio::test]
+async fn throughput_run_counts_every_token_and_hits_the_shared_prefix() {
+    let handle = start(&Bed::default());
+    let options = ThroughputOptions {
+        input_len: 50,
+        output_len: 7,
+        num_prompts: 40,
+        shared_prefix_len: 24,
+        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+        seed: 3,
+    };
+    let report = run_throughput(&handle, &options).await.expect("it runs");
+    assert_eq!((report.num_requests, report.output_num_tokens), (40, 280));
+    assert_eq!(report.total_num_tokens, 40 * 57);
+    assert!(report.cached_num_tokens >= 24 * 30, "{report:?}");
+    assert!(report.num_steps > 0 && report.elapsed_time > 0.0 && report.decode_time > 0.0);
+    let error = run_throughput(&handle, &ThroughputOptions { input_len: 600, ..options }).await;
+    assert!(matches!(error, Err(BenchError::Request(error)) if error.code == "context_length_exceeded"));
 }

@@ -10,9 +10,9 @@ use overnight_engine::model::{Forward, ModelShape, StepInput};
 
 pub(crate) const VOCAB: u32 = 97;
 pub(crate) const EOS: u32 = 96;
-/// A prompt with it makes its own logits NaN.
+/// A short prompt that ends with it makes its own logits NaN.
 pub(crate) const NAN_TOKEN: u32 = 95;
-/// A step with it panics, or fails.
+/// A sequence that begins with it makes its step panic, or fail.
 pub(crate) const PANIC_TOKEN: u32 = 94;
 pub(crate) const ERROR_TOKEN: u32 = 93;
 /// Prompts of tests stay below the special ones.
@@ -139,23 +139,25 @@ impl Forward for Toy {
 
     fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error> {
         self.check(&step);
-        assert!(!step.token_ids.contains(&PANIC_TOKEN), "the toy panics as asked");
-        if step.token_ids.contains(&ERROR_TOKEN) {
+        let begins_with = |token| step.token_ids.iter().zip(step.positions).any(|at| at == (&token, &0));
+        assert!(!begins_with(PANIC_TOKEN), "the toy panics as asked");
+        if begins_with(ERROR_TOKEN) {
             return Err(Error::Stopped("the toy's device failed as asked".to_owned()));
         }
         let mut outputs = vec![0; step.token_ids.len()];
         for row in 0..step.context_lens.len() {
             let table = self.table(&step, row);
-            for at in step.cu_seqlens[row] as usize..step.cu_seqlens[row + 1] as usize {
+            let tokens = step.cu_seqlens[row] as usize..step.cu_seqlens[row + 1] as usize;
+            for (at, output) in tokens.clone().zip(&mut outputs[tokens]) {
                 let (position, slot) = (step.positions[at], step.slot_mapping[at] as usize);
                 self.cache[0][slot] = mix(u64::from(step.token_ids[at]) << 32 | u64::from(position));
                 self.cache[1][slot] = self.attend(0, table, position + 1);
-                outputs[at] = self.attend(1, table, position + 1);
+                *output = self.attend(1, table, position + 1);
             }
         }
         self.logits.clear();
         for &at in step.logits_tokens {
-            let is_nan = step.token_ids[at as usize] == NAN_TOKEN;
+            let is_nan = step.token_ids[at as usize] == NAN_TOKEN && step.positions[at as usize] < 4;
             let logit = |id| match id {
                 _ if is_nan => f32::NAN,
                 // Never chosen, only given.

@@ -10,7 +10,7 @@ use overnight_types::{
 
 use crate::{
     AttemptEnd, CancelMode, ClaimShard, Committed, FilePurpose, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job,
-    NewFile, NewJob, NewSegment, NewShard, Published, Shard, ShardLease, StepKind, StepLease, Store,
+    NewFault, NewFile, NewJob, NewSegment, NewShard, Published, Shard, ShardLease, StepKind, StepLease, Store,
 };
 
 /// The model of every job here.
@@ -193,6 +193,18 @@ pub async fn commit_rest(store: &dyn Store, lease: &mut ShardLease) -> Committed
 /// Gives the lease back, for shutdown.
 pub async fn release(store: &dyn Store, lease: &ShardLease) {
     applied(store.release_shard_if_leased(lease.key(), Duration::ZERO, AttemptEnd::Released).await.unwrap());
+}
+
+/// A fault of this item (of the job), for the `attempts`-th time.
+pub fn new_fault(item: u64, attempts: u32, delay: Duration) -> NewFault {
+    NewFault {
+        item: ItemIndex(item),
+        attempts,
+        delay,
+        http_status: Some(503),
+        code: "engine_timeout".into(),
+        message: "the engine did not answer".into(),
+    }
 }
 
 /// Runs every shard of every job to its end.

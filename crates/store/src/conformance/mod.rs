@@ -16,6 +16,13 @@ use crate::Store;
 
 pub mod builders;
 pub mod claims;
+pub mod commits;
+pub mod files;
+pub mod jobs;
+pub mod leases;
+pub mod races;
+pub mod reopen;
+pub mod steps;
 
 /// Moves the database's clock, the only clock that decides anything.
 #[async_trait]
@@ -46,7 +53,109 @@ impl std::fmt::Debug for Fixture {
 macro_rules! store_conformance {
     ($open:path) => {
         $crate::store_conformance! { @tests $open;
+            files::file_reads_back_as_recorded,
+            files::deleted_file_is_hidden_at_once,
+            files::expired_file_is_hidden,
+            files::files_are_listed_by_keyset,
+            files::input_bytes_stay_until_the_job_is_terminal,
+            files::removable_files_come_oldest_first,
+            files::live_workers_reported_within_a_minute,
+            files::silent_worker_is_forgotten_after_a_day,
+            files::attempts_go_a_week_after_the_end,
+            files::shard_is_found_by_item,
+            files::waiting_loop_is_woken_by_due_work,
+            files::size_is_that_of_what_is_stored,
+            jobs::job_reads_back_as_given,
+            jobs::job_needs_a_present_input,
+            jobs::idempotency_key_returns_the_first_job,
+            jobs::two_creates_with_one_key_make_one_job,
+            jobs::key_of_a_deleted_job_is_free,
+            jobs::jobs_are_listed_by_keyset,
+            jobs::pause_is_idempotent_and_refused_after_the_end,
+            jobs::paused_job_finishes_what_runs,
+            jobs::signals_tell_state_pause_cancel_and_round,
+            jobs::cancel_drains_what_is_leased,
+            jobs::cancel_is_idempotent,
+            jobs::window_end_expires_running_jobs,
+            jobs::window_end_changes_no_drawn_ending,
+            jobs::finalize_begins_when_every_shard_is_done,
+            jobs::deleted_job_is_hidden_and_purged_piece_by_piece,
+            jobs::events_tell_every_move_in_order,
+            jobs::progress_of_many_jobs_is_that_of_each,
+            steps::intake_is_due_at_once_and_leased_once,
+            steps::killed_intake_goes_on_from_its_record,
+            steps::intake_that_does_not_add_up_is_refused,
+            steps::progress_is_zero_before_intake_ends,
+            steps::faulty_input_fails_the_job,
+            steps::job_past_its_window_expires_after_intake,
+            steps::paused_intake_is_not_started,
+            steps::step_is_renewed_and_given_back,
+            steps::step_that_kills_its_worker_lets_others_by,
+            steps::ending_is_published_in_one_commit,
+            steps::job_does_not_end_with_open_accounting,
+            steps::stale_finalizer_ends_nothing,
+            steps::step_lease_serves_its_own_step_only,
+            steps::job_without_items_is_finalized_at_once,
+            steps::faults_are_gone_after_the_end,
+            steps::cancel_fences_intake,
             claims::a_job_runs_from_create_to_completed,
+            claims::claim_leases_the_first_ready_shard_under_a_new_epoch,
+            claims::shard_is_leased_to_one_worker_at_a_time,
+            claims::shard_is_not_claimed_before_its_time,
+            claims::expired_lease_is_claimed_again,
+            claims::claim_serves_by_priority,
+            claims::claim_serves_by_deadline_among_equal_priorities,
+            claims::claim_serves_the_older_of_two_like_jobs,
+            claims::oldest_claim_starves_no_job,
+            claims::claim_goes_past_a_job_with_nothing_to_lease,
+            claims::claim_takes_only_jobs_for_models_at_hand,
+            claims::paused_job_is_not_claimed,
+            claims::job_past_its_window_is_not_claimed,
+            claims::only_running_jobs_are_claimed,
+            claims::claim_brings_faults_and_used_retries,
+            leases::renewed_lease_is_held_for_any_length_of_work,
+            leases::renewal_tells_lost_leases,
+            leases::expired_lease_does_not_stay_leased,
+            leases::expired_leases_are_taken_back_piece_by_piece,
+            leases::released_shard_keeps_its_outcomes,
+            leases::stale_release_changes_nothing,
+            leases::crashes_count_leases_without_a_commit,
+            leases::leases_of_dead_workers_are_free_at_once,
+            leases::step_of_a_dead_worker_is_free_at_once,
+            leases::leases_without_a_live_worker_are_released_on_request,
+            leases::worker_lost_needs_three_deaths_while_the_item_ran_alone,
+            leases::probe_deaths_belong_to_one_item,
+            leases::stale_probe_changes_nothing,
+            leases::poisoned_shard_blocks_nothing_else,
+            commits::commit_sets_bits_counts_and_row_together,
+            commits::last_commit_ends_shard_and_job,
+            commits::stale_epoch_cannot_commit,
+            commits::lease_that_was_taken_back_cannot_commit,
+            commits::reap_after_commit_overwrites_nothing,
+            commits::wrong_next_seq_cannot_commit,
+            commits::item_is_never_done_twice,
+            commits::repeated_commit_is_lost,
+            commits::commit_to_nowhere_is_lost,
+            commits::malformed_segment_is_refused,
+            commits::outcome_takes_the_fault_away,
+            commits::faults_replace_each_other_and_use_the_budget,
+            commits::stale_faults_are_lost,
+            commits::draining_job_takes_outcomes_until_it_is_fenced,
+            commits::segments_are_listed_by_whole_shards,
+            commits::commit_order_neither_repeats_nor_skips,
+            reopen::reopened_job_runs_what_did_not_complete,
+            reopen::earlier_round_writes_nothing,
+            reopen::segments_carry_their_round,
+            reopen::reopening_is_lost_in_any_other_state,
+            reopen::reopening_needs_the_input,
+            reopen::reopened_validation_goes_on,
+            reopen::selective_retry_settles_what_it_leaves_out,
+            reopen::left_out_items_keep_their_own_ending,
+            reopen::wrong_leftovers_reopen_nothing,
+            reopen::retry_budget_starts_anew,
+            reopen::files_of_earlier_rounds_stay,
+            races::moves_that_race_inside_the_window_end_a_job_once,
+            races::moves_that_race_past_the_window_end_a_job_once,
         }
     };
     (@tests $open:path; $($module:ident::$promise:ident),+ $(,)?) => {
@@ -58,4 +167,37 @@ macro_rules! store_conformance {
             }
         )+
     };
+}
+
+#[cfg(test)]
+mod tests {
+    /// Every promise of every module, by the form of its signature.
+    const SOURCES: &[(&str, &str)] = &[
+        ("files", include_str!("files.rs")),
+        ("jobs", include_str!("jobs.rs")),
+        ("steps", include_str!("steps.rs")),
+        ("claims", include_str!("claims.rs")),
+        ("leases", include_str!("leases.rs")),
+        ("commits", include_str!("commits.rs")),
+        ("reopen", include_str!("reopen.rs")),
+        ("races", include_str!("races.rs")),
+    ];
+
+    #[test]
+    fn every_promise_is_listed_for_every_backend() {
+        let list = include_str!("mod.rs");
+        let mut num_promises = 0;
+        for (module, source) in SOURCES {
+            for line in source.lines() {
+                let Some(rest) = line.strip_prefix("pub async fn ") else { continue };
+                let name = rest.split('(').next().unwrap_or_default();
+                let entry = format!("            {module}::{name},\n");
+                assert!(list.contains(&entry), "{module}::{name} is not listed in store_conformance!");
+                num_promises += 1;
+            }
+        }
+        let listed =
+            list.lines().filter(|line| line.starts_with("            ") && line.ends_with(',') && line.contains("::"));
+        assert_eq!(listed.count(), num_promises, "a listed promise is in no module of SOURCES");
+    }
 }

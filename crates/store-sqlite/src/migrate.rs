@@ -61,7 +61,8 @@ pub(crate) async fn prepare(writer: &SqlitePool, migrate: bool) -> Result<(), Er
     if !migrate && !state.is_current() {
         return Err(Error::Schema { found: state.found, needed: state.needed });
     }
-    MIGRATOR.run(&mut *write).await.map_err(|err| Error::Refused { doing, source: err.into() })?;
+    // `run` would do, were its future `Send` for every lifetime.
+    MIGRATOR.run_direct(None, &mut *write, false).await.map_err(|err| Error::Refused { doing, source: err.into() })?;
     write.commit().await.map_err(failed(doing))
 }
 

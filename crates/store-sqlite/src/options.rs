@@ -74,3 +74,37 @@ impl ClockOffset {
         self.0.load(Ordering::SeqCst)
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a failed call is a failed test")]
+mod tests {
+    use sqlx::SqlitePool;
+
+    use crate::{Options, SqliteStore};
+
+    async fn pragma(pool: &SqlitePool, statement: &'static str) -> String {
+        let number: Result<i64, _> = sqlx::query_scalar(statement).fetch_one(pool).await;
+        match number {
+            Ok(number) => number.to_string(),
+            Err(_) => sqlx::query_scalar(statement).fetch_one(pool).await.unwrap(),
+        }
+    }
+
+    #[tokio::test]
+    async fn settings_hold_on_pooled_connections() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = SqliteStore::open(folder.path().join("overnight.db"), Options::default()).await.unwrap();
+        for pool in [&store.writer, &store.readers] {
+            assert_eq!(pragma(pool, "pragma journal_mode").await, "wal");
+            assert_eq!(pragma(pool, "pragma synchronous").await, "2", "full: durable at power loss");
+            assert_eq!(pragma(pool, "pragma foreign_keys").await, "1");
+            assert_eq!(pragma(pool, "pragma busy_timeout").await, "15000");
+            assert_eq!(pragma(pool, "pragma wal_autocheckpoint").await, super::WAL_PAGES_MAX.to_string());
+            assert_eq!(pragma(pool, "pragma journal_size_limit").await, super::WAL_BYTES_KEPT.to_string());
+            assert_eq!(pragma(pool, "pragma auto_vacuum").await, "2", "incremental");
+        }
+        assert_eq!(pragma(&store.writer, "pragma query_only").await, "0");
+        assert_eq!(pragma(&store.readers, "pragma query_only").await, "1");
+        assert_eq!(store.writer.options().get_max_connections(), 1);
+    }
+}

@@ -12,6 +12,7 @@ use apalis_core::backend::finalize::Ephemeral;
 use apalis_core::backend::future::BoxSyncFuture;
 use apalis_core::backend::{Backend, BackendConfig};
 use apalis_core::task::Task;
+use apalis_core::task::builder::TaskBuilder;
 use apalis_core::task::task_id::TaskId;
 use apalis_core::worker::context::WorkerContext;
 use futures::future::BoxFuture;
@@ -34,11 +35,13 @@ pub(super) struct Claims<S: Source> {
     source: Arc<S>,
     claiming: Option<BoxSyncFuture<Option<S::Work>>>,
     handing_back: Option<BoxSyncFuture<()>>,
+    /// The tracing layer asks each task for an id.
+    next_id: u64,
 }
 
 impl<S: Source> Claims<S> {
     pub(super) fn new(source: Arc<S>) -> Self {
-        Self { source, claiming: None, handing_back: None }
+        Self { source, claiming: None, handing_back: None, next_id: 1 }
     }
 }
 
@@ -59,7 +62,9 @@ impl<S: Source> Backend for Claims<S> {
         let claiming = self.claiming.get_or_insert_with(|| BoxSyncFuture::new(source.clone().next()));
         let Poll::Ready(work) = claiming.poll_unpin(cx) else { return Poll::Pending };
         self.claiming = None;
-        Poll::Ready(work.map(|work| Ok(Task::new(work))))
+        let id = TaskId::from_int(self.next_id);
+        self.next_id += 1;
+        Poll::Ready(work.map(|work| Ok(TaskBuilder::new(work).task_id(id).build())))
     }
 
     /// Ends the claim under way: the source gives up by itself once the worker

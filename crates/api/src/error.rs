@@ -164,6 +164,30 @@ impl From<overnight_blobs::Error> for ApiError {
     }
 }
 
+impl From<overnight_worker::Error> for ApiError {
+    fn from(error: overnight_worker::Error) -> Self {
+        let cause = chain(&error);
+        match error.class() {
+            overnight_types::Class::Transient => {
+                ApiError::unavailable("unavailable", Duration::from_secs(5)).cause(cause)
+            }
+            _ => ApiError::internal(cause),
+        }
+    }
+}
+
+impl From<overnight_worker::items::Error> for ApiError {
+    fn from(error: overnight_worker::items::Error) -> Self {
+        use overnight_worker::items::Error;
+        match error {
+            Error::BadCursor { .. } => ApiError::invalid("after", error.to_string()).code("invalid_value"),
+            Error::EarlierRound { .. } => ApiError::conflict("earlier_round", error.to_string()).param("after"),
+            Error::Worker(error) => error.into(),
+            other => ApiError::internal(chain(&other)),
+        }
+    }
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = self.status.into_response();

@@ -6,8 +6,6 @@
 //! Does not know the engine's inside, kernels, or which database is behind the store.
 //! Start with [`router`].
 
-#![expect(dead_code, reason = "uploads and online routes take their places next")]
-
 mod auth;
 mod batches;
 mod body;

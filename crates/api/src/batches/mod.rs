@@ -1,14 +1,18 @@
 //! `/v1/batches`: one file per verb.
 
 mod cancel;
+mod copy_lines;
 mod create;
 mod delete;
 mod events;
+mod items;
 mod list;
 mod object;
 mod pause;
+mod results;
 mod resume;
 mod retrieve;
+mod retry;
 mod waiting;
 pub(crate) mod window;
 
@@ -16,10 +20,13 @@ pub(crate) use cancel::cancel;
 pub(crate) use create::{create, parse_endpoint};
 pub(crate) use delete::delete;
 pub(crate) use events::events;
+pub(crate) use items::{item, items};
 pub(crate) use list::list;
 pub(crate) use pause::pause;
+pub(crate) use results::results;
 pub(crate) use resume::resume;
 pub(crate) use retrieve::retrieve;
+pub(crate) use retry::retry;
 
 use axum::Json;
 use overnight_store::{Job, Progress};

@@ -146,3 +146,162 @@ fn raw(what: &'static str, text: Option<&String>) -> Result<Option<Box<RawValue>
     let parse = |text: &String| RawValue::from_string(text.clone());
     text.map(parse).transpose().map_err(|error| ApiError::internal(format!("stored {what} is not JSON: {error}")))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use overnight_store::CancelMode;
+    use overnight_types::{Ending, Endpoint, JobId};
+    use uuid::Uuid;
+
+    use super::*;
+
+    const KEYS: [&str; 28] = [
+        "id",
+        "object",
+        "endpoint",
+        "model",
+        "errors",
+        "input_file_id",
+        "completion_window",
+        "status",
+        "output_file_id",
+        "error_file_id",
+        "created_at",
+        "in_progress_at",
+        "expires_at",
+        "finalizing_at",
+        "completed_at",
+        "failed_at",
+        "expired_at",
+        "cancelling_at",
+        "cancelled_at",
+        "request_counts",
+        "usage",
+        "metadata",
+        "outcome_counts",
+        "name",
+        "priority",
+        "paused_at",
+        "round",
+        "waiting_for",
+    ];
+
+    fn at(seconds: i64) -> Option<Timestamp> {
+        Some(Timestamp::from_micros(seconds * 1_000_000 + 999_999))
+    }
+
+    /// A job of 100 items with the timestamps of this state's way.
+    fn job(state: JobState) -> Job {
+        use JobState::*;
+        let ran = !matches!(state, Validating | Failed);
+        let ends = matches!(state, Finalizing | Completed | Expired | Cancelling | Cancelled);
+        let id = |n: u128| Uuid::from_u128(0x0193_7a00_0000_7000_8000_0000_0000_0000 + n);
+        let ending = match state {
+            Finalizing | Completed => Some(Ending::Completed),
+            Expired => Some(Ending::Expired),
+            Cancelling | Cancelled => Some(Ending::Cancelled),
+            _ => None,
+        };
+        let counts = match state {
+            Completed => Some(OutcomeCounts { total: 100, completed: 98, failed: 2, ..OutcomeCounts::default() }),
+            Expired => Some(OutcomeCounts { total: 100, completed: 40, expired: 60, ..OutcomeCounts::default() }),
+            Cancelled => Some(OutcomeCounts { total: 100, completed: 39, failed: 1, cancelled: 60, expired: 0 }),
+            _ => None,
+        };
+        let errors = r#"{"object":"list","data":[{"code":"url_mismatch","line":3,"message":"m","param":"url"}],"total":1,"counts":{"url_mismatch":1}}"#;
+        Job {
+            id: JobId::from_uuid(id(1)),
+            endpoint: Endpoint::ChatCompletions,
+            model: ran.then(|| "m".to_owned()),
+            input_file_id: FileId::from_uuid(id(2)),
+            input_bytes: 1_000,
+            input_sha256: [0; 32],
+            completion_window: "24h".to_owned(),
+            window: Duration::from_secs(86_400),
+            metadata: Some(r#"{"b":"2","a":"1"}"#.to_owned()),
+            name: None,
+            priority: 0,
+            output_expires_after: None,
+            state,
+            ending,
+            cancel_mode: CancelMode::Drain,
+            paused_at: None,
+            round: 1,
+            created_at: at(1_000).unwrap(),
+            in_progress_at: at(1_010).filter(|_| ran),
+            expires_at: at(87_400).unwrap(),
+            finalizing_at: at(1_020).filter(|_| matches!(state, Finalizing | Completed | Expired)),
+            completed_at: at(1_030).filter(|_| state == Completed),
+            failed_at: at(1_011).filter(|_| state == Failed),
+            expired_at: at(87_401).filter(|_| state == Expired),
+            cancelling_at: at(1_015).filter(|_| matches!(state, Cancelling | Cancelled)),
+            cancelled_at: at(1_016).filter(|_| state == Cancelled),
+            num_items: if ran { 100 } else { 0 },
+            num_shards: u32::from(ran),
+            output_file_id: ends.then(|| FileId::from_uuid(id(3))),
+            error_file_id: ends.then(|| FileId::from_uuid(id(4))),
+            final_counts: counts,
+            final_usage: counts.map(|_| usage()),
+            errors: (state == Failed).then(|| errors.to_owned()),
+            intake_offset: 0,
+            intake_notes: None,
+        }
+    }
+
+    fn usage() -> Usage {
+        Usage { input_tokens: 70, cached_tokens: 20, output_tokens: 30, reasoning_tokens: 5 }
+    }
+
+    fn running() -> Progress {
+        let counts = OutcomeCounts { total: 100, completed: 39, failed: 1, ..OutcomeCounts::default() };
+        Progress { counts, usage: usage(), ..Progress::default() }
+    }
+
+    fn value(object: &BatchObject) -> serde_json::Value {
+        serde_json::to_value(object).unwrap()
+    }
+
+    #[test]
+    fn every_status_shows_every_key_in_order() {
+        for state in JobState::ALL {
+            let progress = if *state == JobState::Validating { Progress::default() } else { running() };
+            let object = batch_object(&job(*state), &progress, None).unwrap();
+            let value = value(&object);
+            assert_eq!(value.as_object().unwrap().keys().collect::<Vec<_>>(), KEYS, "{state}");
+            let text = serde_json::to_string_pretty(&object).unwrap();
+            insta::assert_snapshot!(format!("batch_{state}"), text);
+        }
+    }
+
+    #[test]
+    fn five_way_counts_sum_to_the_total_in_every_status() {
+        // Field report 57: three of five buckets are not the total.
+        for state in JobState::ALL {
+            let progress = if *state == JobState::Validating { Progress::default() } else { running() };
+            let value = value(&batch_object(&job(*state), &progress, None).unwrap());
+            let sum: u64 =
+                value["outcome_counts"].as_object().unwrap().values().map(|count| count.as_u64().unwrap()).sum();
+            assert_eq!(sum, value["request_counts"]["total"].as_u64().unwrap(), "{state}");
+        }
+    }
+
+    #[test]
+    fn file_without_a_line_is_null_and_no_file_shows_before_the_end() {
+        // Field report 46: all requests failed is completed, with the output file null.
+        let mut all_failed = job(JobState::Completed);
+        all_failed.final_counts = Some(OutcomeCounts { total: 5, failed: 5, ..OutcomeCounts::default() });
+        let object = value(&batch_object(&all_failed, &Progress::default(), None).unwrap());
+        assert_eq!(object["status"], "completed");
+        assert!(object["output_file_id"].is_null() && object["error_file_id"].is_string());
+        let mut none_failed = job(JobState::Completed);
+        none_failed.final_counts = Some(OutcomeCounts { total: 5, completed: 5, ..OutcomeCounts::default() });
+        let object = value(&batch_object(&none_failed, &Progress::default(), None).unwrap());
+        assert!(object["output_file_id"].is_string() && object["error_file_id"].is_null());
+        for state in [JobState::Finalizing, JobState::Cancelling] {
+            let object = value(&batch_object(&job(state), &running(), None).unwrap());
+            assert!(object["output_file_id"].is_null() && object["error_file_id"].is_null(), "{state}");
+        }
+    }
+}

@@ -178,11 +178,55 @@ fn batches() -> Vec<Operation> {
             "Batch",
         )
         .may_take("ResumeBatch"),
+        Operation::post(
+            "retryBatch",
+            "/v1/batches/{batch_id}/retry",
+            "Run selected requests of an ended batch again.",
+            "Batch",
+        )
+        .may_take("RetryBatch"),
     ]
 }
 
 fn batch_details() -> Vec<Operation> {
+    let item_params = const {
+        &[
+            query(
+                "state",
+                "Only this state.",
+                r#"{"type":"string","enum":["pending","running","waiting","completed","failed","cancelled","expired"]}"#,
+            ),
+            query("code", "Only this error code.", TEXT),
+            query("custom_id", "The one request with this id.", TEXT),
+            query("after", "Start after this index.", r#"{"type":"integer","minimum":0}"#),
+            query(
+                "limit",
+                "Most requests of a page.",
+                r#"{"type":"integer","minimum":1,"maximum":1000,"default":100}"#,
+            ),
+        ]
+    };
+    let result_params = const {
+        &[
+            query("after", "The cursor of the page before.", TEXT),
+            query("limit", "Most lines of a page.", r#"{"type":"integer","minimum":1,"maximum":10000,"default":1000}"#),
+            query(
+                "order",
+                "As they were committed, or by input.",
+                r#"{"type":"string","enum":["completion","input"],"default":"completion"}"#,
+            ),
+        ]
+    };
     vec![
+        Operation::get("listBatchItems", "/v1/batches/{batch_id}/items", "Requests of a batch by index.", "ItemList")
+            .params(item_params)
+            .refuses(&[400, 401, 404, 500, 503]),
+        Operation::get(
+            "retrieveBatchItem",
+            "/v1/batches/{batch_id}/items/{index}",
+            "One request with input, output and attempts.",
+            "ItemDetail",
+        ),
         Operation::get(
             "watchBatch",
             "/v1/batches/{batch_id}/events",
@@ -192,6 +236,15 @@ fn batch_details() -> Vec<Operation> {
         .answers(Answer::Bytes("text/event-stream"))
         .params(const { &[header("Last-Event-ID", "Go on after this event.")] })
         .refuses(&[400, 401, 404, 429, 500, 503]),
+        Operation::get(
+            "readBatchResults",
+            "/v1/batches/{batch_id}/results",
+            "Committed output and error lines while the batch runs. X-Next-Cursor and X-Incomplete tell how to go on.",
+            "Batch",
+        )
+        .answers(Answer::Bytes("application/jsonl"))
+        .params(result_params)
+        .refuses(&[400, 401, 404, 500, 503]),
     ]
 }
 

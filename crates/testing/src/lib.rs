@@ -1,3 +1,11 @@
 //! Test databases, builders, a scripted `Generate`, fault wrappers, bounded waits. Never a normal dependency.
 
+pub mod faults;
+pub mod scripted;
+pub mod service;
 pub mod tiny_model;
+pub mod wait;
+
+pub use faults::{Failing, FaultyStore};
+pub use scripted::{Ask, Reply, ScriptedGenerate};
+pub use service::TestService;

@@ -1,0 +1,120 @@
+//! Poison: a shard whose leases die again and again runs its items one at a time.
+
+use std::time::Duration;
+
+use overnight_store::{ClaimShard, Shards};
+use overnight_testing::scripted::echo_of;
+use overnight_testing::service::{body_saying, numbered_lines};
+use overnight_testing::{Reply, ScriptedGenerate, TestService, wait};
+use overnight_types::{ItemIndex, JobId, OutcomeKind, ShardIndex, WorkerId};
+
+/// Lets leases of the first shard run out without a commit.
+async fn die(service: &TestService, job: JobId, times: u32) {
+    for _ in 0..times {
+        let claim = ClaimShard { worker: WorkerId::new(), ttl: Duration::from_secs(60), models: None, oldest: false };
+        let lease = service.store.claim_shard(&claim).await.unwrap().expect("a shard is ready");
+        assert_eq!((lease.shard.job, lease.shard.cut.shard), (job, ShardIndex(0)));
+        service.store.release_leases_of_dead(&[claim.worker]).await.unwrap();
+    }
+}
+
+// langwatch/langwatch#7037 (service 24), NexJob#143, apalis 1.0.0 (A2), graphile/worker#254: the item
+// that kills its workers ends as worker_lost; its neighbours, and the job, do not suffer.
+#[tokio::test]
+async fn item_that_kills_its_workers_is_given_up_alone() {
+    let mut service = TestService::new().await;
+    service.config.lease_ttl = Duration::from_millis(400);
+    service.config.renew_every = Duration::from_millis(80);
+    let job = service.submit_cut(&numbered_lines(6), 6).await;
+    // The item's death is a panic of everything under the lease, which then runs out.
+    let engine = ScriptedGenerate::new(|ask| match ask.text() == body_saying("item-2") {
+        true => Reply::Panic,
+        false => Reply::Text(echo_of(ask.text())),
+    });
+    let worker = service.start(&engine).await;
+    service.until_outcomes(job, 6).await;
+    let outcomes = service.outcomes(job).await;
+    let lost: Vec<u64> =
+        outcomes.iter().filter(|(_, record)| record.outcome == OutcomeKind::Failed).map(|(item, _)| *item).collect();
+    assert_eq!(lost, [2]);
+    assert_eq!(outcomes[&2].error_code.as_deref(), Some("worker_lost"));
+    let deaths = engine.asked().iter().filter(|body| *body == &body_saying("item-2")).count();
+    assert_eq!(deaths, 6, "three with the others, three alone");
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+#[tokio::test]
+async fn innocent_items_of_a_suspect_shard_all_run() {
+    let service = TestService::new().await;
+    let job = service.submit_cut(&numbered_lines(5), 5).await;
+    die(&service, job, 3).await;
+    let engine = ScriptedGenerate::new(|ask| Reply::Hold(echo_of(ask.text())));
+    let worker = service.start(&engine).await;
+    for done in 0..5 {
+        wait::until("one item at the engine", || async {
+            if engine.num_held() == 1 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
+        })
+        .await;
+        let shard = service.store.find_shard(job, ShardIndex(0)).await.unwrap().unwrap();
+        assert_eq!(shard.probe_item, Some(ItemIndex(done)), "named in the row while it runs alone");
+        engine.release_all();
+        service.until_outcomes(job, done + 1).await;
+    }
+    assert_eq!(engine.in_flight_max(), 1);
+    assert!(service.outcomes(job).await.values().all(|record| record.outcome == OutcomeKind::Completed));
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+#[tokio::test]
+async fn suspect_shard_waits_until_the_window_is_empty() {
+    let service = TestService::new().await;
+    let job = service.submit_cut(&numbered_lines(4), 2).await;
+    die(&service, job, 3).await;
+    // The second shard's lease comes first: the suspect one is held back for it.
+    let held = ClaimShard { worker: WorkerId::new(), ttl: Duration::from_secs(60), models: None, oldest: false };
+    let suspect = service.store.claim_shard(&held).await.unwrap().expect("the suspect is ready");
+    let engine = ScriptedGenerate::new(|ask| Reply::Hold(echo_of(ask.text())));
+    let worker = service.start(&engine).await;
+    wait::until("the second shard's items", || async {
+        if engine.num_held() == 2 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
+    })
+    .await;
+    let why = overnight_store::AttemptEnd::Released;
+    assert!(service.store.release_shard_if_leased(suspect.key(), Duration::ZERO, why).await.unwrap().is_applied());
+    wait::until("both shards open", || async {
+        let open = worker.status().window.open_shards;
+        if open == 2 { Ok(()) } else { Err(format!("{open} open")) }
+    })
+    .await;
+    assert_eq!(engine.num_held(), 2, "nothing joins the window");
+    engine.release_all();
+    wait::until("all outcomes", || async {
+        engine.release_all();
+        let done = service.outcomes(job).await.len();
+        if done == 4 { Ok(()) } else { Err(service.seen(job).await) }
+    })
+    .await;
+    assert_eq!(engine.in_flight_max(), 2);
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+// llm-d-batch-gateway#199 (service 25): a panic anywhere leaves nothing stuck.
+#[tokio::test]
+async fn one_panic_delays_and_nothing_else() {
+    let mut service = TestService::new().await;
+    service.config.lease_ttl = Duration::from_millis(400);
+    service.config.renew_every = Duration::from_millis(80);
+    let job = service.submit_cut(&numbered_lines(9), 3).await;
+    let engine = ScriptedGenerate::new(|ask| match ask.text() == body_saying("item-4") && ask.tries == 0 {
+        true => Reply::Panic,
+        false => Reply::Text(echo_of(ask.text())),
+    });
+    let worker = service.start(&engine).await;
+    service.until_outcomes(job, 9).await;
+    assert!(service.outcomes(job).await.values().all(|record| record.outcome == OutcomeKind::Completed));
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}

@@ -1,0 +1,104 @@
+//! The sweep: what no row names goes, what a row names or a writer may still name stays.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use overnight_blobs::{ObjectName, SegmentHead, SegmentWriter};
+use overnight_store::{ClaimShard, Files, Shards};
+use overnight_testing::service::numbered_lines;
+use overnight_testing::{Failing, ScriptedGenerate, TestService, wait};
+use overnight_types::{Epoch, FileId, ItemIndex, JobId, ShardIndex, WorkerId};
+use overnight_worker::lifecycle::sweep::{SweepAges, sweep};
+
+const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+
+/// Writes a segment object that no row names.
+async fn orphan(service: &TestService, job: JobId, shard: u32, epoch: u64) -> ObjectName {
+    let head =
+        SegmentHead { job, shard: ShardIndex(shard), epoch: Epoch(epoch), seq: 0, producer: "test".to_owned() };
+    let (bytes, parts) = SegmentWriter::new(head, ItemIndex(0), 4).finish();
+    service.blobs.put(&parts.name, bytes).await.unwrap();
+    parts.name
+}
+
+async fn exists(service: &TestService, name: &ObjectName) -> bool {
+    service.blobs.size(name).await.unwrap().is_some()
+}
+
+#[tokio::test]
+async fn orphan_goes_only_when_no_writer_can_name_it_any_more() {
+    let service = TestService::new().await;
+    let job = service.submit_cut(&numbered_lines(8), 4).await;
+    let claim = ClaimShard { worker: WorkerId::new(), ttl: Duration::from_secs(60), models: None, oldest: false };
+    let lease = service.store.claim_shard(&claim).await.unwrap().unwrap();
+    assert_eq!((lease.shard.cut.shard, lease.shard.epoch), (ShardIndex(0), Epoch(1)));
+    let (old, under_way) = (orphan(&service, job, 0, 0).await, orphan(&service, job, 0, 1).await);
+    let of_unknown_job = orphan(&service, JobId::new(), 0, 1).await;
+    let swept = sweep(&service.store, &service.blobs, &SweepAges::default()).await.unwrap();
+    assert_eq!(swept.orphans, 0, "too young");
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!(swept.orphans, 2);
+    assert!(!exists(&service, &old).await && !exists(&service, &of_unknown_job).await);
+    assert!(exists(&service, &under_way).await, "the holder of epoch 1 may be about to name it");
+    service.store.release_leases_of_dead(&[claim.worker]).await.unwrap();
+    let worker = service.start(&ScriptedGenerate::echo()).await;
+    service.until_outcomes(job, 8).await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert!(!exists(&service, &under_way).await);
+    assert_eq!(service.outcomes(job).await.len(), 8, "recorded segments stay");
+}
+
+#[tokio::test]
+async fn crash_between_object_and_commit_leaves_an_orphan_that_is_swept() {
+    let mut service = TestService::new().await;
+    service.config.lease_ttl = Duration::from_millis(400);
+    service.config.renew_every = Duration::from_millis(80);
+    let job = service.submit_cut(&numbered_lines(4), 4).await;
+    service.store.fail("commit_segment_if_leased", 0, 1, Failing::HangBefore);
+    let dead = service.start(&ScriptedGenerate::echo()).await;
+    service.store.hangs().await;
+    drop(dead);
+    let worker = service.start(&ScriptedGenerate::echo()).await;
+    service.until_outcomes(job, 4).await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!(swept.orphans, 1);
+    service.drop_checks(job).await;
+}
+
+#[tokio::test]
+async fn unclaimed_uploads_and_leftovers_of_killed_writes_go() {
+    let service = TestService::new().await;
+    let claimed = service.upload("{}\n").await;
+    let unclaimed = FileId::new();
+    service.blobs.put(&ObjectName::file(unclaimed), Bytes::from_static(b"cut off")).await.unwrap();
+    // What a killed write of the driver leaves: no listing shows it.
+    let leftover = service.objects_dir().join("files").join(format!("{}#1", FileId::new()));
+    std::fs::write(&leftover, b"half").unwrap();
+    let swept = sweep(&service.store, &service.blobs, &SweepAges::default()).await.unwrap();
+    assert_eq!((swept.unclaimed, swept.leftovers), (0, 0), "too young");
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!((swept.unclaimed, swept.leftovers), (1, 1));
+    assert!(exists(&service, &ObjectName::file(claimed)).await);
+    assert!(!exists(&service, &ObjectName::file(unclaimed)).await && !leftover.exists());
+}
+
+#[tokio::test]
+async fn deleted_file_goes_once_no_unfinished_job_reads_it() {
+    let service = TestService::new().await;
+    let job = service.submit_cut(&numbered_lines(3), 3).await;
+    let input = service.job(job).await.input_file_id;
+    assert!(service.store.delete_file_if_present(input).await.unwrap().is_applied());
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!(swept.files, 0, "a job that was accepted before still reads it");
+    let worker = service.start(&ScriptedGenerate::echo()).await;
+    service.until_outcomes(job, 3).await;
+    let name = ObjectName::file(input);
+    wait::until("the file to go", || async {
+        sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+        if exists(&service, &name).await { Err(service.seen(job).await) } else { Ok(()) }
+    })
+    .await;
+    worker.shutdown(Duration::from_secs(5)).await;
+}

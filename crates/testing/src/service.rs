@@ -9,7 +9,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use overnight_blobs::{Blobs, ItemRecord, ObjectName, Prefix, SegmentReader};
 use overnight_store::{
-    FilePurpose, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job, NewFile, NewJob, NewShard, Shard, StepKind, Store,
+    FilePurpose, Files, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job, Jobs, NewFile, NewJob, NewShard, Segments,
+    Shard, Shards, StepKind, Steps,
 };
 use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::{

@@ -128,7 +128,7 @@ impl OpenLease {
             open: parts.open,
             recipe: parts.recipe,
             input: parts.input,
-            suspicion: (is_suspect, probe.map(|bit| (bit, 0))),
+            suspicion: (is_suspect, probe.map(|bit| (bit, shard.probe_deaths))),
             next_seq: shard.next_seq,
             done: shard.done,
             unwritten: Unwritten::new(),

@@ -22,7 +22,7 @@ pub async fn expire(store: &dyn Store) -> Result<(), Error> {
         }
     }
     for _ in 0..PIECES_MAX {
-        let released = 0;
+        let released = store.release_expired_leases(PIECE).await.map_err(Error::store("release expired leases"))?;
         if released < PIECE {
             break;
         }

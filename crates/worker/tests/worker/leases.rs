@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use overnight_store::{AttemptEnd, ClaimShard, Shards, Workers};
+use overnight_store::{AttemptEnd, Attempts, ClaimShard, Shards, Workers};
 use overnight_testing::scripted::echo_of;
 use overnight_testing::service::{is_own_echo, numbered_lines};
 use overnight_testing::{Failing, Reply, ScriptedGenerate, TestService, wait};

@@ -210,7 +210,7 @@ async fn resumed_round_runs_only_what_has_no_success() {
     service.until_state(job, JobState::Completed).await;
     worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
-    let reopen = Reopen { items: ReopenItems::All, window: None, leftover_segments: Vec::new() };
+    let reopen = Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() };
     assert!(service.store.reopen_job_if_ended(job, reopen).await.unwrap().is_applied());
     let engine = ScriptedGenerate::echo();
     let worker = service.start(&engine).await;

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use overnight_store::{Attempts, Shards};
 use overnight_testing::service::{body_saying, numbered_lines};
 use overnight_testing::{Reply, ScriptedGenerate, TestService, wait};
 use overnight_types::{ItemIndex, OutcomeKind};

@@ -1,64 +1,87 @@
-//! The places where a crash is tried: each step of the durable path between
-//! reading, object, commit and cleanup. With the cargo feature `failpoints` the
-//! `fail` crate acts there as told (`FAILPOINTS=worker::segment_before_put=…`);
-//! without it they are nothing.
+//! The places where a crash is tried: each step between reading, object, commit,
+//! publish and cleanup. With the cargo feature `failpoints` the `fail` crate acts
+//! there as told; without it they are nothing.
 
-/// Every place, for tests that try each one. A test compares this with the code.
-pub const ALL: &[&str] = &[
+/// On the durable path of a shard, in the order of a life.
+pub const SHARD: &[&str] = &[
     "worker::shard_claimed",
     "worker::input_read",
+    "worker::probe_before_set",
+    "worker::probe_after_set",
     "worker::items_prepared",
     "worker::requests_submitted",
     "worker::outputs_collected",
+    "worker::faults_before_record",
+    "worker::faults_after_record",
     "worker::segment_before_put",
     "worker::segment_after_put",
     "worker::segment_after_commit",
-    "worker::faults_before_record",
-    "worker::faults_after_record",
-    "worker::probe_before_set",
-    "worker::probe_after_set",
     "worker::shard_before_release",
     "worker::shard_after_release",
 ];
 
-/// The same for the lifecycle steps: intake and finalize.
-pub const STEPS: &[&str] = &[
+/// In intake.
+pub const INTAKE: &[&str] = &[
     "intake::after_run_object",
-    "intake::after_index_object",
     "intake::after_record",
+    "intake::after_index_object",
     "intake::before_finish",
     "intake::after_finish",
+];
+
+/// In finalize.
+pub const FINALIZE: &[&str] = &[
     "finalize::after_fence",
-    "finalize::after_shard",
     "finalize::before_output_object",
+    "finalize::after_shard",
     "finalize::after_output_object",
     "finalize::after_error_object",
     "finalize::after_manifest_object",
     "finalize::after_finish",
 ];
 
+/// Every place, for tests that try each one. A test compares it with the code.
+pub fn all() -> impl Iterator<Item = &'static str> {
+    [SHARD, INTAKE, FINALIZE].into_iter().flatten().copied()
+}
+
+/// Kills this process, as `kill -9` would, at the `nth` pass of a place.
+#[cfg(feature = "failpoints")]
+pub fn abort_at(place: &str, nth: u32) -> Result<(), String> {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    if !all().any(|known| known == place) {
+        return Err(format!("unknown crash point: {place}"));
+    }
+    let passes = AtomicU32::new(0);
+    fail::cfg_callback(place, move || {
+        if passes.fetch_add(1, Ordering::SeqCst) + 1 == nth {
+            std::process::abort();
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn found(sources: &[&'static str]) -> Vec<&'static str> {
-        let places = sources.iter().flat_map(|source| source.split("fail_point!(\"").skip(1));
-        let mut found: Vec<&str> = places.map(|rest| rest.split('"').next().unwrap()).collect();
-        found.sort_unstable();
-        found
-    }
-
-    fn sorted(list: &[&'static str]) -> Vec<&'static str> {
-        let mut sorted = list.to_vec();
-        sorted.sort_unstable();
-        sorted
-    }
-
     #[test]
     fn list_names_every_place_in_the_code() {
-        let run = [include_str!("shard_run.rs"), include_str!("checkpoint.rs"), include_str!("feed.rs")];
-        assert_eq!(found(&run), sorted(ALL));
-        let steps = [include_str!("lifecycle/intake.rs"), include_str!("lifecycle/finalize.rs")];
-        assert_eq!(found(&steps), sorted(STEPS));
+        let sources = [
+            include_str!("shard_run.rs"),
+            include_str!("checkpoint.rs"),
+            include_str!("feed.rs"),
+            include_str!("lifecycle/intake.rs"),
+            include_str!("lifecycle/finalize.rs"),
+        ];
+        let mut found: Vec<&str> = sources
+            .iter()
+            .flat_map(|source| source.split("fail_point!(\"").skip(1))
+            .map(|rest| rest.split('"').next().unwrap())
+            .collect();
+        let mut listed: Vec<&str> = all().collect();
+        found.sort_unstable();
+        found.dedup();
+        listed.sort_unstable();
+        assert_eq!(found, listed);
     }
 }

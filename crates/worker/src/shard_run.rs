@@ -210,7 +210,12 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
     let (items_max, bytes_max) = (shard.shared.config.checkpoint_items_max, shard.shared.config.checkpoint_bytes_max);
     let every = shard.shared.checkpoint_every();
     let mut preparing: Option<JoinHandle<Vec<ReadyItem>>> = None;
+    let mut tick_at = Instant::now() + TICK;
     loop {
+        if tick_at <= Instant::now() {
+            tick_at = Instant::now() + TICK;
+            shard.end_overdue();
+        }
         let order = shard.guard.order();
         match order {
             Order::Lost => return Err(Stop::Lost),
@@ -233,7 +238,7 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
         if is_over {
             return Ok(());
         }
-        let wake_at = shard.next_wake(every);
+        let wake_at = shard.next_wake(every).min(tick_at);
         tokio::select! {
             biased;
             Some(outputs) = shard.outputs.recv() => {
@@ -247,7 +252,7 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
             }
             _ = shard.guard.order.changed() => {}
             () = window_changed, if order == Order::Run && shard.has_ready() => {}
-            () = tokio::time::sleep_until(wake_at.into()) => shard.end_overdue(),
+            () = tokio::time::sleep_until(wake_at.into()) => {}
         }
     }
 }
@@ -343,9 +348,9 @@ impl OpenLease {
     }
 
     fn next_wake(&self, checkpoint_every: Duration) -> Instant {
-        let tick = Instant::now() + TICK;
         let checkpoint = self.unwritten.due_at(checkpoint_every);
-        [checkpoint, self.next_retry_at()].into_iter().flatten().fold(tick, Instant::min)
+        let sometime = Instant::now() + TICK;
+        [checkpoint, self.next_retry_at()].into_iter().flatten().fold(sometime, Instant::min)
     }
 
     /// Gives every undone item the same outcome.
@@ -360,6 +365,10 @@ impl OpenLease {
 
     /// Ends the lease: stops what runs, commits what is finished, gives the shard back.
     async fn close(mut self, end: Result<End, Stop>) {
+        if !matches!(end, Err(Stop::Lost)) {
+            // Answers that came in the meantime count; trouble among them is why this ends.
+            let _ = self.collect_more();
+        }
         self.cancel_all();
         let job = self.key.job;
         let (delay, why) = match end {

@@ -205,7 +205,7 @@ async fn log_resumed(shared: &Shared) {
             continue;
         }
         let in_flight = match shared.store.list_shards(job.id, overnight_types::ShardIndex(0), job.num_shards).await {
-            Ok(shards) => shards.iter().filter(|shard| shard.epoch.0 > 0).map(num_undone).sum::<u64>(),
+            Ok(shards) => shards.iter().filter(|shard| was_in_flight(shard)).map(num_undone).sum::<u64>(),
             Err(_) => 0,
         };
         tracing::info!(
@@ -213,6 +213,11 @@ async fn log_resumed(shared: &Shared) {
             "resumed: {done} done, {to_go} to go, {in_flight} were in flight and run again"
         );
     }
+}
+
+/// Leased, or taken back from a worker that died.
+fn was_in_flight(shard: &overnight_store::Shard) -> bool {
+    shard.state == overnight_types::ShardState::Leased || shard.crashes > 0
 }
 
 fn num_undone(shard: &overnight_store::Shard) -> u64 {

@@ -16,7 +16,12 @@ use crate::worker::Shared;
 /// A pool ends only with the worker: its claims never fail, and a panic in a shard
 /// or a step is caught, its lease left to run out.
 pub(crate) async fn run(shared: Arc<Shared>) {
-    let mut monitor = Monitor::new().on_event(|pool, event| {
+    let monitor = Monitor::new().should_restart(|pool, err| {
+        // Only a fault in a layer gets here; what the pool ran then comes back by its leases.
+        tracing::error!(pool = pool.name(), error = %chain(err), "a pool ended and is started again");
+        !pool.is_shutting_down()
+    });
+    let mut monitor = monitor.on_event(|pool, event| {
         if let Event::Error(err) = event {
             tracing::error!(pool = pool.name(), error = %chain(err.as_ref().as_ref()), "a piece of work ended by a panic");
         }

@@ -88,7 +88,7 @@ async fn unfinished_outcomes_are_committed_at_shutdown() {
         if engine.num_asked() == 10 { Ok(()) } else { Err(format!("{} asked", engine.num_asked())) }
     })
     .await;
-    worker.shutdown(Duration::from_millis(100)).await;
+    worker.shutdown(Duration::from_secs(1)).await;
     assert_eq!(service.outcomes(job).await.len(), 6);
     service.drop_checks(job).await;
 }

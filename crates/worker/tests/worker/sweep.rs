@@ -6,8 +6,8 @@ use bytes::Bytes;
 use overnight_blobs::{ObjectName, SegmentHead, SegmentWriter};
 use overnight_store::{ClaimShard, Files, Shards};
 use overnight_testing::service::numbered_lines;
-use overnight_testing::{Failing, ScriptedGenerate, TestService, wait};
-use overnight_types::{Epoch, FileId, ItemIndex, JobId, ShardIndex, WorkerId};
+use overnight_testing::{Failing, ScriptedGenerate, TestService};
+use overnight_types::{Epoch, FileId, ItemIndex, JobId, JobState, ShardIndex, WorkerId};
 use overnight_worker::lifecycle::sweep::{SweepAges, sweep};
 
 const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
@@ -93,12 +93,10 @@ async fn deleted_file_goes_once_no_unfinished_job_reads_it() {
     let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
     assert_eq!(swept.files, 0, "a job that was accepted before still reads it");
     let worker = service.start(&ScriptedGenerate::echo()).await;
-    service.until_outcomes(job, 3).await;
-    let name = ObjectName::file(input);
-    wait::until("the file to go", || async {
-        sweep(&service.store, &service.blobs, &NOW).await.unwrap();
-        if exists(&service, &name).await { Err(service.seen(job).await) } else { Ok(()) }
-    })
-    .await;
+    service.until_state(job, JobState::Completed).await;
+    assert!(exists(&service, &ObjectName::file(input)).await);
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!(swept.files, 1);
+    assert!(!exists(&service, &ObjectName::file(input)).await);
     worker.shutdown(Duration::from_secs(5)).await;
 }

@@ -230,4 +230,3 @@ impl Store for FaultyStore {
         self.inner.size_bytes().await
     }
 }
-

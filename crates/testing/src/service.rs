@@ -247,7 +247,10 @@ impl TestService {
                 for record in reader.expect("a recorded segment is whole").records() {
                     let record = record.expect("a record of a whole segment can be read");
                     let before = outcomes.insert(record.item.0, (segment.round, record));
-                    assert!(before.is_none_or(|(round, _)| round < segment.round), "an item has two outcomes in a round");
+                    assert!(
+                        before.is_none_or(|(round, _)| round < segment.round),
+                        "an item has two outcomes in a round"
+                    );
                 }
             }
         }

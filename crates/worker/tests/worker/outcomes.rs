@@ -196,8 +196,7 @@ async fn finished_outcomes_are_committed_while_others_run() {
 async fn odd_custom_ids_come_back_as_they_were_written() {
     let service = TestService::new().await;
     let tokens = [r#""\ud800 alone""#, r#""line\nbreak""#, r#""🦀 crab""#, r#""caf\u00e9""#];
-    let lines: Vec<String> =
-        tokens.iter().map(|token| line("X").replacen(r#""X""#, token, 1)).collect();
+    let lines: Vec<String> = tokens.iter().map(|token| line("X").replacen(r#""X""#, token, 1)).collect();
     let job = service.submit_cut(&lines, 4).await;
     let worker = service.start(&ScriptedGenerate::echo()).await;
     service.until_outcomes(job, 4).await;

@@ -215,7 +215,8 @@ async fn no_more_requests_are_sent_than_the_limit() {
     let gate = Arc::new(Notify::new());
     let server = Server { gate: Some(gate.clone()), ..Server::default() };
     let url = format!("http://{}", server.listen().await);
-    let remote = RemoteGenerate::new(RemoteConfig { concurrency_start: 4, concurrency_max: 4, ..config(&[url]) }).unwrap();
+    let remote =
+        RemoteGenerate::new(RemoteConfig { concurrency_start: 4, concurrency_max: 4, ..config(&[url]) }).unwrap();
     let (sender, mut outputs) = mpsc::unbounded_channel();
     let (online, mut last) = request("{\"online\":true}");
     last.class = Class::Online;
@@ -239,7 +240,8 @@ async fn no_more_requests_are_sent_than_the_limit() {
 async fn cancelled_request_ends_queued_or_running() {
     let server = Server::scripted([Act::Hang]);
     let url = format!("http://{}", server.listen().await);
-    let remote = RemoteGenerate::new(RemoteConfig { concurrency_start: 1, concurrency_max: 1, ..config(&[url]) }).unwrap();
+    let remote =
+        RemoteGenerate::new(RemoteConfig { concurrency_start: 1, concurrency_max: 1, ..config(&[url]) }).unwrap();
     let (sender, mut outputs) = mpsc::unbounded_channel();
     let ((running, first), (queued, second)) = (request("{}"), request("{}"));
     remote.submit(vec![first, second], sender).await.unwrap();
@@ -286,7 +288,8 @@ async fn job_on_a_flaky_server_gets_every_answer() {
     let outcomes = service.outcomes(job).await;
     assert!(outcomes.values().all(|record| record.outcome == OutcomeKind::Completed));
     assert_eq!(outcomes.values().map(|record| record.attempts).sum::<u32>(), 33);
-    let sent = server.seen.lock().unwrap().requests.iter().filter(|(_, _, body)| *body == body_saying("item-7")).count();
+    let sent =
+        server.seen.lock().unwrap().requests.iter().filter(|(_, _, body)| *body == body_saying("item-7")).count();
     assert!(sent >= 1 && line("item-7").contains(&body_saying("item-7")));
     worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;

@@ -14,8 +14,7 @@ const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration:
 
 /// Writes a segment object that no row names.
 async fn orphan(service: &TestService, job: JobId, shard: u32, epoch: u64) -> ObjectName {
-    let head =
-        SegmentHead { job, shard: ShardIndex(shard), epoch: Epoch(epoch), seq: 0, producer: "test".to_owned() };
+    let head = SegmentHead { job, shard: ShardIndex(shard), epoch: Epoch(epoch), seq: 0, producer: "test".to_owned() };
     let (bytes, parts) = SegmentWriter::new(head, ItemIndex(0), 4).finish();
     service.blobs.put(&parts.name, bytes).await.unwrap();
     parts.name

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use overnight_store::{
-    CancelMode, Error, Guarded, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Page, Progress, Reopen,
+    CancelMode, Error, Guarded, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Page, Progress, Purged, Reopen,
     Reopened,
 };
 use overnight_types::{Ending, FileId, JobId, JobState, OutcomeCounts, Timestamp, Usage};
@@ -148,7 +148,7 @@ impl Jobs for SqliteStore {
         let doing = "release lost leases";
         let mut write = self.write(doing).await?;
         let rows = sqlx::query(
-            "select s.job_id, s.shard_index from shards s
+            "select s.job_id, s.shard_index from shards s indexed by shards_leased
             where s.job_id = ?1 and s.state = 'leased'
                 and not exists (select 1 from workers w where w.worker_id = s.owner and w.seen_at >= ?2)",
         )
@@ -220,7 +220,7 @@ impl Jobs for SqliteStore {
         Ok(Guarded::Applied(()))
     }
 
-    async fn purge_deleted_jobs(&self, limit: u32) -> Result<Vec<JobId>, Error> {
+    async fn purge_deleted_jobs(&self, limit: u32) -> Result<Purged, Error> {
         self.purge(limit).await
     }
 
@@ -343,7 +343,8 @@ async fn enter_cancelling(write: &mut Write, job: &Job, mode: CancelMode, drain:
         "update jobs set state = 'cancelling', ending = 'cancelled', cancel_mode = ?2, cancelling_at = ?3,
             paused_at = null, output_file_id = ?4, error_file_id = ?5, step_owner = null, step_until = null,
             step_due_at = iif(?2 = 'drain' and exists (
-                select 1 from shards s where s.job_id = jobs.job_id and s.state = 'leased'), ?6, ?3)
+                select 1 from shards s indexed by shards_leased
+                where s.job_id = jobs.job_id and s.state = 'leased'), ?6, ?3)
         where job_id = ?1 returning *",
     )
     .bind(key(job.id.uuid()))
@@ -399,8 +400,9 @@ pub(crate) async fn enter_finalizing(write: &mut Write, id: JobId, ending: Endin
 pub(crate) async fn is_all_done(write: &mut Write, id: JobId) -> Result<bool, Error> {
     let doing = write.doing();
     sqlx::query_scalar(
-        "select not exists (select 1 from shards where job_id = ?1 and state = 'ready')
-            and not exists (select 1 from shards where job_id = ?1 and state = 'leased')",
+        // Named indexes: by its key, every done shard of the job would be walked.
+        "select not exists (select 1 from shards indexed by shards_ready where job_id = ?1 and state = 'ready')
+            and not exists (select 1 from shards indexed by shards_leased where job_id = ?1 and state = 'leased')",
     )
     .bind(key(id.uuid()))
     .fetch_one(&mut **write)

@@ -1,6 +1,6 @@
 //! Deleting the rows of deleted jobs, in bounded pieces.
 
-use overnight_store::Error;
+use overnight_store::{Error, Purged};
 use overnight_types::JobId;
 
 use crate::SqliteStore;
@@ -27,7 +27,7 @@ const PIECES: &[&str] = &[
 ];
 
 impl SqliteStore {
-    pub(crate) async fn purge(&self, limit: u32) -> Result<Vec<JobId>, Error> {
+    pub(crate) async fn purge(&self, limit: u32) -> Result<Purged, Error> {
         let doing = "purge deleted jobs";
         let mut write = self.write(doing).await?;
         let rows =
@@ -39,35 +39,38 @@ impl SqliteStore {
         let (mut left, mut gone) = (limit, Vec::new());
         for row in &rows {
             let job = row.job_id()?;
-            left = purge_one(&mut write, job, left).await?;
+            if purge_one(&mut write, job, &mut left).await? {
+                gone.push(job);
+            }
             if left == 0 {
                 break;
             }
-            gone.push(job);
         }
         self.commit(write).await?;
         if !gone.is_empty() {
             sqlx::query(PAGES_FREED_MAX).execute(&self.writer).await.map_err(failed(doing))?;
         }
-        Ok(gone)
+        Ok(Purged { jobs: gone, has_more: left == 0 })
     }
 }
 
-/// Deletes up to `left` rows of a job, its own last; returns how many more may go.
-async fn purge_one(write: &mut Write, job: JobId, mut left: u32) -> Result<u32, Error> {
+/// Deletes up to `left` rows of a job, its own last, and lowers `left` by them.
+/// True when its own went.
+async fn purge_one(write: &mut Write, job: JobId, left: &mut u32) -> Result<bool, Error> {
     let doing = write.doing();
+    let mut deleted = 0;
     for &piece in PIECES {
-        let deleted = sqlx::query(piece)
+        if *left == 0 {
+            return Ok(false);
+        }
+        deleted = sqlx::query(piece)
             .bind(key(job.uuid()))
-            .bind(left)
+            .bind(*left)
             .execute(&mut **write)
             .await
             .map_err(failed(doing))?
             .rows_affected();
-        left = left.saturating_sub(u32::try_from(deleted).unwrap_or(u32::MAX));
-        if left == 0 {
-            break;
-        }
+        *left = left.saturating_sub(u32::try_from(deleted).unwrap_or(u32::MAX));
     }
-    Ok(left)
+    Ok(deleted == 1)
 }

@@ -149,14 +149,21 @@ async fn reopen_shards(write: &mut Write, job: &Job, reopen: &Reopen) -> Result<
 async fn update_shards(write: &mut Write, job: JobId, changed: Vec<serde_json::Value>) -> Result<(), Error> {
     let now = write.now;
     sqlx::query(
-        "update shards set state = k.value ->> 1, epoch = epoch + 1, next_seq = next_seq + (k.value ->> 2),
+        // Materialized, so that each row finds its shard by key; flattened, the JSON
+        // would be read once for every shard of the job.
+        "with k as materialized (
+            select value ->> 0 as shard_index, value ->> 1 as state, value ->> 2 as num_segments,
+                unhex(value ->> 3) as done, value ->> 4 as num_done,
+                unhex(value ->> 5) as failed, value ->> 6 as num_failed,
+                unhex(value ->> 7) as cancelled, value ->> 8 as num_cancelled,
+                unhex(value ->> 9) as expired, value ->> 10 as num_expired
+            from json_each(?2))
+        update shards set state = k.state, epoch = epoch + 1, next_seq = next_seq + k.num_segments,
             not_before = ?3, crashes = 0, probe_item = null, probe_epoch = null, probe_deaths = 0,
-            done = unhex(k.value ->> 3), num_done = k.value ->> 4,
-            failed = unhex(k.value ->> 5), num_failed = k.value ->> 6,
-            cancelled = unhex(k.value ->> 7), num_cancelled = k.value ->> 8,
-            expired = unhex(k.value ->> 9), num_expired = k.value ->> 10
-        from json_each(?2) k
-        where shards.job_id = ?1 and shards.shard_index = k.value ->> 0",
+            done = k.done, num_done = k.num_done, failed = k.failed, num_failed = k.num_failed,
+            cancelled = k.cancelled, num_cancelled = k.num_cancelled,
+            expired = k.expired, num_expired = k.num_expired
+        from k where shards.job_id = ?1 and shards.shard_index = k.shard_index",
     )
     .bind(key(job.uuid()))
     .bind(serde_json::Value::from(changed).to_string())

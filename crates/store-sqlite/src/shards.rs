@@ -141,7 +141,7 @@ impl Shards for SqliteStore {
         let dead = hex_list(workers.iter().map(WorkerId::uuid));
         let mut write = self.write(doing).await?;
         let rows = sqlx::query(
-            "select job_id, shard_index from shards
+            "select job_id, shard_index from shards indexed by shards_leased
             where state = 'leased' and owner in (select unhex(value) from json_each(?1))",
         )
         .bind(&dead)
@@ -248,21 +248,25 @@ impl Shards for SqliteStore {
 }
 
 /// Walks runnable jobs in an order until the first with a shard to lease; a job
-/// whose shards are all held or waiting stands in nobody's way.
+/// whose shards are all held or waiting stands in nobody's way. The indexes are
+/// named because the planner, without statistics, would walk every shard of a job
+/// by its key at each claim.
 macro_rules! runnable {
     ($order:literal) => {
         concat!(
             "select j.job_id, min(
-                coalesce((select s.shard_index from shards s where s.job_id = j.job_id and s.state = 'ready'
+                coalesce((select s.shard_index from shards s indexed by shards_ready
+                    where s.job_id = j.job_id and s.state = 'ready'
                     and s.not_before <= ?1 order by s.shard_index limit 1), 9e18),
-                coalesce((select min(s.shard_index) from shards s where s.job_id = j.job_id and s.state = 'leased'
+                coalesce((select min(s.shard_index) from shards s indexed by shards_leased
+                    where s.job_id = j.job_id and s.state = 'leased'
                     and s.lease_until <= ?1), 9e18)) as shard
-            from jobs j
+            from jobs j indexed by jobs_runnable
             where j.state = 'in_progress' and j.paused_at is null and j.expires_at > ?1
                 and (?2 is null or j.model in (select value from json_each(?2)))
-                and (exists (select 1 from shards s where s.job_id = j.job_id and s.state = 'ready'
+                and (exists (select 1 from shards s indexed by shards_ready where s.job_id = j.job_id and s.state = 'ready'
                         and s.not_before <= ?1)
-                    or exists (select 1 from shards s where s.job_id = j.job_id and s.state = 'leased'
+                    or exists (select 1 from shards s indexed by shards_leased where s.job_id = j.job_id and s.state = 'leased'
                         and s.lease_until <= ?1))
             order by ",
             $order,

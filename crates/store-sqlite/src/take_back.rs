@@ -66,18 +66,21 @@ pub(crate) async fn lost(write: &mut Write, shards: &ShardList) -> Result<(), Er
 /// Ends leases on purpose and raises their epochs; counts against nobody.
 pub(crate) async fn fence(write: &mut Write, job: JobId) -> Result<(), Error> {
     let (doing, now) = (write.doing(), write.now);
-    let rows = sqlx::query("select job_id, shard_index from shards where job_id = ?1 and state = 'leased'")
-        .bind(key(job.uuid()))
-        .fetch_all(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+    let rows = sqlx::query(
+        "select job_id, shard_index from shards indexed by shards_leased where job_id = ?1 and state = 'leased'",
+    )
+    .bind(key(job.uuid()))
+    .fetch_all(&mut **write)
+    .await
+    .map_err(failed(doing))?;
     let shards = ShardList::from_rows(&rows)?;
     if shards.is_empty() {
         return Ok(());
     }
     end_attempts(write, &shards, AttemptEnd::Fenced).await?;
     sqlx::query(
-        "update shards set state = 'ready', owner = null, lease_until = null, not_before = ?2, epoch = epoch + 1
+        "update shards indexed by shards_leased
+        set state = 'ready', owner = null, lease_until = null, not_before = ?2, epoch = epoch + 1
         where job_id = ?1 and state = 'leased'",
     )
     .bind(key(job.uuid()))
@@ -100,7 +103,8 @@ async fn finalize_drained(write: &mut Write, shards: &ShardList) -> Result<(), E
         "update jobs set step_due_at = ?2
         where state = 'cancelling' and step_due_at > ?2 and step_until is null
             and job_id in (select unhex(value ->> 0) from json_each(?1))
-            and not exists (select 1 from shards s where s.job_id = jobs.job_id and s.state = 'leased')",
+            and not exists (select 1 from shards s indexed by shards_leased
+                where s.job_id = jobs.job_id and s.state = 'leased')",
     )
     .bind(&shards.json)
     .bind(now)

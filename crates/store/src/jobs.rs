@@ -210,6 +210,15 @@ pub struct Reopened {
     pub num_unfinished: u64,
 }
 
+/// What a piece of a purge did.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Purged {
+    /// Jobs whose last row went: their objects can go.
+    pub jobs: Vec<JobId>,
+    /// The limit was reached, so that rows may be left: call again.
+    pub has_more: bool,
+}
+
 /// Rows of jobs, and the moves that doors make.
 #[async_trait]
 pub trait Jobs {
@@ -264,9 +273,8 @@ pub trait Jobs {
     /// Hides a terminal job; its rows go in bounded pieces by [`Jobs::purge_deleted_jobs`].
     async fn delete_job_if_terminal(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error>;
 
-    /// Deletes at most `limit` shard or segment rows of deleted jobs, and the job
-    /// row at the end. Returns the jobs whose last row went: their objects can go.
-    async fn purge_deleted_jobs(&self, limit: u32) -> Result<Vec<JobId>, Error>;
+    /// Deletes at most `limit` rows of deleted jobs, a job's own row last.
+    async fn purge_deleted_jobs(&self, limit: u32) -> Result<Purged, Error>;
 
     /// Outcome counts by kind over all shards, for a job that is not terminal too;
     /// equals [`Progress::counts`]. Here so that doors need one call for a page of jobs.

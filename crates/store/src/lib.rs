@@ -28,7 +28,7 @@ pub use error::Error;
 pub use events::{Event, Events};
 pub use files::{File, FileOrder, FilePurpose, FileQuery, Files, NewFile};
 pub use jobs::{
-    CancelMode, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Progress, Reopen, ReopenItems, Reopened,
+    CancelMode, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Progress, Purged, Reopen, ReopenItems, Reopened,
 };
 pub use segments::{NewSegment, Segment, SegmentCursor, SegmentSelection, Segments};
 pub use shards::{ClaimShard, Committed, Fault, JobSignal, NewFault, NewShard, Shard, ShardKey, ShardLease, Shards};

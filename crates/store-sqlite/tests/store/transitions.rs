@@ -246,6 +246,8 @@ struct Both {
     workers: [WorkerId; 2],
     leases: [Option<ShardLease>; 2],
     num_ends: u32,
+    /// States after the last move, to hold each step against `can_become`.
+    last: Option<(JobState, Vec<ShardState>)>,
 }
 
 macro_rules! same {
@@ -405,7 +407,7 @@ impl Both {
         Ok(())
     }
 
-    async fn compare(&self, op: &Op) -> Result<(), String> {
+    async fn compare(&mut self, op: &Op) -> Result<(), String> {
         let job = self.store.find_job(self.job).await.unwrap().unwrap();
         same!(op, (job.state, job.paused_at.is_some()), (self.model.state, self.model.paused));
         let shards = self.store.list_shards(self.job, ShardIndex(0), 9).await.unwrap();
@@ -417,6 +419,13 @@ impl Both {
             same!(op, (bits(&shard.done), bits(&shard.failed)), (row.done.clone(), row.failed.clone()));
             same!(op, shard.crashes, row.crashes);
         }
+        let now = (job.state, shards.iter().map(|shard| shard.state).collect::<Vec<_>>());
+        if let Some((job, shards)) = &self.last {
+            let legal = (*job == now.0 || job.can_become(now.0))
+                && shards.iter().zip(&now.1).all(|(from, to)| from == to || from.can_become(*to));
+            same!(op, (legal, job, now.0), (true, job, now.0));
+        }
+        self.last = Some(now);
         Ok(())
     }
 }
@@ -429,7 +438,8 @@ async fn run_case(ops: &[Op], options: Options) -> Result<u32, String> {
     let input = input(&store).await;
     let job = run_new_job(&store, NewJob { window: WINDOW, ..new_job(input) }, &SIZES).await.id;
     let workers = [WorkerId::new(), WorkerId::new()];
-    let mut both = Both { store, clock, job, model: Model::new(), workers, leases: [None, None], num_ends: 0 };
+    let mut both =
+        Both { store, clock, job, model: Model::new(), workers, leases: [None, None], num_ends: 0, last: None };
     for op in ops {
         both.apply(op).await?;
     }

@@ -92,13 +92,12 @@ async fn sweep_files(store: &dyn Store, blobs: &Blobs) -> Result<u64, Error> {
 async fn sweep_deleted_jobs(store: &dyn Store, blobs: &Blobs) -> Result<u64, Error> {
     let mut removed = 0;
     for _ in 0..PIECES_MAX {
-        let before = removed;
-        let gone = store.purge_deleted_jobs(PIECE).await.map_err(Error::store("purge deleted jobs"))?;
-        for job in gone {
+        let purged = store.purge_deleted_jobs(PIECE).await.map_err(Error::store("purge deleted jobs"))?;
+        for job in purged.jobs {
             delete_all(blobs, Prefix::Job(job)).await?;
             removed += 1;
         }
-        if removed == before {
+        if !purged.has_more {
             break;
         }
     }

@@ -157,7 +157,7 @@ with_faults! {
         fn finalize_job_if_done(id: JobId) -> Guarded<JobState, ()>;
         fn expire_due_jobs(limit: u32) -> Vec<JobId>;
         fn delete_job_if_terminal(id: JobId) -> Guarded<JobState, ()>;
-        fn purge_deleted_jobs(limit: u32) -> Vec<JobId>;
+        fn purge_deleted_jobs(limit: u32) -> Purged;
         fn find_progress_of(ids: &[JobId]) -> Vec<(JobId, Progress)>;
     }
     Steps {

@@ -15,6 +15,8 @@ mod pieces;
 mod sentencepiece;
 mod stop;
 mod template;
+#[cfg(test)]
+mod tests;
 mod vocabulary;
 
 use std::path::Path;

@@ -16,6 +16,8 @@ mod params;
 mod refusal;
 mod remote;
 mod surrogates;
+#[cfg(test)]
+mod tests;
 mod wire;
 mod write;
 

@@ -33,6 +33,9 @@ pub(super) fn prepare(
     body: &[u8],
     options: &PrepareOptions<'_>,
 ) -> Result<Prepared, Refusal> {
+    if !is_object(body) {
+        return Err(Refusal::bad("the body is not a JSON object").with_code("invalid_json"));
+    }
     let peek: Peek<'_> =
         serde_json::from_slice(body).map_err(|err| Refusal::bad(format!("the body is not usable JSON: {err}")))?;
     let model = peek.model.ok_or_else(|| Refusal::field("model", "model is required"))?;
@@ -87,36 +90,33 @@ struct RemoteDetails {
 #[derive(Deserialize)]
 struct RemoteChoice {
     #[serde(default)]
-    finish_reason: Option<String>,
+    finish_reason: serde_json::Value,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, Default)]
 struct RemoteError {
     #[serde(default)]
-    message: Option<String>,
-    #[serde(default)]
-    code: Option<serde_json::Value>,
+    code: serde_json::Value,
 }
 
 /// Judges a remote answer by its result, not by its status alone: an error object or no
 /// choices inside a 2xx is a failure. The body is kept byte for byte when it is an object.
 pub(super) fn judge(status: u16, body: Bytes) -> Response {
     let success = (200..300).contains(&status);
-    let parsed: Option<RemoteAnswer<'_>> = serde_json::from_slice(&body).ok();
+    let text = std::str::from_utf8(&body).ok().filter(|text| is_object(text.as_bytes()));
+    let parsed: Option<RemoteAnswer<'_>> = text.and_then(|text| serde_json::from_str(text).ok());
     let Some(answer) = parsed else { return odd(status, &body) };
-    let error = answer.error.filter(|error| !matches!(error.get().trim(), "null" | "{}" | "false" | "\"\""));
+    let error = answer.error.filter(|error| !matches!(error.get(), "null" | "{}" | "false" | "\"\""));
     if let Some(error) = error {
-        let error: RemoteError = serde_json::from_str(error.get())
-            .unwrap_or(RemoteError { message: Some(error.get().to_owned()), code: None });
-        let code =
-            error.code.as_ref().and_then(|code| code.as_str().map(str::to_owned).or_else(|| Some(code.to_string())));
-        let status = if success { error_status(error.code.as_ref()) } else { status };
-        tracing::debug!(
-            status,
-            message = error.message.as_deref().map_or(0, str::len),
-            "remote engine answered with an error"
-        );
-        return failed(status, body, code.filter(|code| code != "null"));
+        // Some servers write a bare text here; it carries no code.
+        let code = serde_json::from_str::<RemoteError>(error.get()).unwrap_or_default().code;
+        let status = if success { error_status(&code) } else { status };
+        let code = match code {
+            serde_json::Value::String(code) => Some(code),
+            serde_json::Value::Number(code) => Some(code.to_string()),
+            _ => None,
+        };
+        return failed(status, body, code);
     }
     if !success {
         return failed(status, body, None);
@@ -133,8 +133,12 @@ pub(super) fn judge(status: u16, body: Bytes) -> Response {
         output_tokens: usage.completion_tokens.unwrap_or(0),
         reasoning_tokens: usage.completion_tokens_details.and_then(|details| details.reasoning_tokens).unwrap_or(0),
     };
-    let finish_reason = super::answer::common_reason(choices.iter().map(|choice| choice.finish_reason.as_deref()));
+    let finish_reason = super::answer::common_reason(choices.iter().map(|choice| choice.finish_reason.as_str()));
     Response { status, body, usage, finish_reason, error_code: None, retryable: false }
+}
+
+fn is_object(body: &[u8]) -> bool {
+    body.trim_ascii_start().first() == Some(&b'{')
 }
 
 fn failed(status: u16, body: Bytes, error_code: Option<String>) -> Response {
@@ -147,8 +151,8 @@ fn is_retryable(status: u16) -> bool {
 }
 
 /// The status that an error object inside a 2xx stands for.
-fn error_status(code: Option<&serde_json::Value>) -> u16 {
-    let code = code.and_then(|code| code.as_u64().or_else(|| code.as_str()?.parse().ok()));
+fn error_status(code: &serde_json::Value) -> u16 {
+    let code = code.as_u64().or_else(|| code.as_str()?.parse().ok());
     code.and_then(|code| u16::try_from(code).ok()).filter(|code| (400..600).contains(code)).unwrap_or(502)
 }
 

@@ -76,18 +76,21 @@ fn chat_without_a_template_names_the_remedy() {
 fn answer_has_every_key() {
     let mut prepared = chat(json!({"messages": user("hi"), "n": 2})).unwrap();
     let (response, body) = answered(&mut prepared, &["one", "two!"]);
+    let choice = |index: u32, content: &str| {
+        json!({
+            "index": index,
+            "message": {
+                "role": "assistant", "content": content, "refusal": null, "annotations": null, "audio": null,
+                "function_call": null, "tool_calls": [], "reasoning": null, "reasoning_content": null,
+            },
+            "logprobs": null, "finish_reason": "stop", "stop_reason": null, "token_ids": null,
+        })
+    };
     assert_eq!(
         body,
         json!({
             "id": "chatcmpl-r1", "object": "chat.completion", "created": 1_700_000_000, "model": "toy",
-            "choices": [0, 1].map(|index| json!({
-                "index": index,
-                "message": {
-                    "role": "assistant", "content": ["one", "two!"][index], "refusal": null, "annotations": null,
-                    "audio": null, "function_call": null, "tool_calls": [], "reasoning": null, "reasoning_content": null,
-                },
-                "logprobs": null, "finish_reason": "stop", "stop_reason": null, "token_ids": null,
-            })),
+            "choices": [choice(0, "one"), choice(1, "two!")],
             "service_tier": null, "system_fingerprint": concat!("overnight-", env!("CARGO_PKG_VERSION")),
             "usage": {
                 "prompt_tokens": 20, "total_tokens": 27, "completion_tokens": 7,

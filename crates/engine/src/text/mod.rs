@@ -36,7 +36,6 @@ use template::Template;
 use crate::gguf::Gguf;
 
 /// A model's tokenizer and chat template.
-#[derive(Debug)]
 pub struct Text {
     encoder: Encoder,
     pieces: Pieces,
@@ -45,7 +44,17 @@ pub struct Text {
     template: Option<Template>,
 }
 
-#[derive(Debug)]
+impl std::fmt::Debug for Text {
+    /// A vocabulary has hundreds of thousands of entries: only its size is written.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Text")
+            .field("vocab_size", &self.vocab_size())
+            .field("decoding", &self.decoding)
+            .field("has_chat_template", &self.has_chat_template())
+            .finish_non_exhaustive()
+    }
+}
+
 enum Encoder {
     HuggingFace(Box<HuggingFace>),
     SentencePiece(Box<SentencePiece>),

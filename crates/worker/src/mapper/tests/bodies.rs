@@ -85,7 +85,7 @@ fn parameters_out_of_range_are_refused_with_name_and_value() {
         ("logprobs", json!(21), "21"),
         ("logprobs", json!(-1), "-1"),
         ("prompt_logprobs", json!(258), "258"),
-        ("min_tokens", json!(17), "17"),
+        ("min_tokens", json!(65), "65"),
         ("max_tokens", json!(-1), "max_tokens"),
         ("truncate_prompt_tokens", json!(0), "0"),
         ("truncation_side", json!("middle"), "left or right"),

@@ -94,6 +94,8 @@ pub(crate) struct Cli {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Upload a file of requests and start a batch
+    Submit(commands::submit::SubmitArgs),
     /// Show one batch, or the newest ones
     Status(commands::status::StatusArgs),
     /// Continue a paused batch, or re-open an ended one for its unfinished and failed requests
@@ -112,14 +114,28 @@ pub(crate) enum Command {
     Cancel(commands::cancel::CancelArgs),
     /// Run only some requests again: failed, expired, some ids or one error code
     Retry(commands::retry::RetryArgs),
+    /// Check a file of requests; needs no server
+    Validate(commands::validate::ValidateArgs),
     /// Make a file of requests from text lines, CSV or loose JSONL
     Prepare(commands::prepare::PrepareArgs),
+    /// Run a file in one process without a server; resumable
+    Run(commands::run::RunArgs),
+    /// Run the server: API, worker and engine
+    Serve(commands::serve::ServeArgs),
+    /// Run a worker and its engine without the API
+    Worker(commands::worker::WorkerArgs),
     /// List, pull and remove models
     Models(commands::models::ModelsArgs),
     /// List, upload and fetch files on the server
     Files(commands::files::FilesArgs),
     /// Show where each setting comes from; change one
     Config(commands::config::ConfigArgs),
+    /// Migrate, check or back up the database
+    Db(commands::db::DbArgs),
+    /// Measure the durable path or the engine
+    Bench(commands::bench::BenchArgs),
+    /// Check this machine, one line per check
+    Doctor(commands::doctor::DoctorArgs),
     /// Print a completion script
     Completions(commands::completions::CompletionsArgs),
     /// Write man pages

@@ -4,8 +4,6 @@
 //!
 //! Start with [`run`], one match over the commands; each lives in `commands/`.
 
-#![expect(dead_code, reason = "serve, run and submit take their places next")]
-
 mod args;
 mod batches;
 mod client;
@@ -18,8 +16,10 @@ mod logging;
 mod models;
 mod output;
 mod progress;
+mod service;
 mod state;
 mod usage;
+mod validation;
 
 use std::process::ExitCode;
 
@@ -45,6 +45,8 @@ impl App {
 }
 
 fn main() -> ExitCode {
+    #[cfg(feature = "failpoints")]
+    let _scenario = fail::FailScenario::setup();
     let words: Vec<std::ffi::OsString> = std::env::args_os().collect();
     if let Some(code) = usage::answer_help_topics(&words) {
         return code;
@@ -66,6 +68,7 @@ fn main() -> ExitCode {
 
 async fn run(command: Command, app: &App) -> Result {
     match command {
+        Command::Submit(args) => Box::pin(commands::submit::run(args, app)).await,
         Command::Status(args) => commands::status::run(args, app).await,
         Command::Resume(args) => commands::resume::run(args, app).await,
         Command::Results(args) => Box::pin(commands::results::run(args, app)).await,
@@ -75,10 +78,17 @@ async fn run(command: Command, app: &App) -> Result {
         Command::Pause(args) => commands::pause::run(args, app).await,
         Command::Cancel(args) => commands::cancel::run(args, app).await,
         Command::Retry(args) => commands::retry::run(args, app).await,
+        Command::Validate(args) => commands::validate::run(args, app).await,
         Command::Prepare(args) => commands::prepare::run(args, app),
+        Command::Run(args) => Box::pin(commands::run::run(args, app)).await,
+        Command::Serve(args) => Box::pin(commands::serve::run(args, app)).await,
+        Command::Worker(args) => Box::pin(commands::worker::run(args, app)).await,
         Command::Models(args) => commands::models::run(args, app).await,
         Command::Files(args) => commands::files::run(args, app).await,
         Command::Config(args) => commands::config::run(args, app),
+        Command::Db(args) => commands::db::run(args, app).await,
+        Command::Bench(args) => Box::pin(commands::bench::run(args, app)).await,
+        Command::Doctor(args) => Box::pin(commands::doctor::run(args, app)).await,
         Command::Completions(args) => commands::completions::run(args, app),
         Command::Man(args) => commands::man::run(args, app),
         Command::Version => commands::version::run(app),

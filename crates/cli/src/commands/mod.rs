@@ -1,8 +1,11 @@
 //! One file per command: its arguments and what it does with them.
 
+pub(crate) mod bench;
 pub(crate) mod cancel;
 pub(crate) mod completions;
 pub(crate) mod config;
+pub(crate) mod db;
+pub(crate) mod doctor;
 pub(crate) mod errors;
 pub(crate) mod files;
 pub(crate) mod list;
@@ -13,6 +16,11 @@ pub(crate) mod prepare;
 pub(crate) mod results;
 pub(crate) mod resume;
 pub(crate) mod retry;
+pub(crate) mod run;
+pub(crate) mod serve;
 pub(crate) mod show;
 pub(crate) mod status;
+pub(crate) mod submit;
+pub(crate) mod validate;
 pub(crate) mod version;
+pub(crate) mod worker;

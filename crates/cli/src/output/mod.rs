@@ -167,7 +167,11 @@ impl Ui {
         };
         let aligned = || {
             let heads: Vec<Column> = columns.iter().map(|field| field.column).collect();
-            table::aligned(&heads, &cells(true), self.width)
+            let text = table::aligned(&heads, &cells(true), self.width);
+            match text.split_once('\n') {
+                Some((head, rows)) if self.color_out => format!("\x1b[1m{head}\x1b[0m\n{rows}"),
+                _ => text,
+            }
         };
         match self.format {
             Some(Format::Json) => self.data(&format!("{}\n", Value::Array(records.to_vec()))),

@@ -1,0 +1,118 @@
+//! `batch db`: migrate, check and back up the database.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use overnight_store::Store;
+use overnight_store_sqlite::{migrate, schema_state};
+use serde_json::{Value, json};
+
+use crate::App;
+use crate::config::{Config, Loaded};
+use crate::error::{Exit, Failure, Result};
+use crate::output::human;
+use crate::service;
+
+/// Arguments of `batch db`.
+#[derive(Debug, Args)]
+pub(crate) struct DbArgs {
+    #[command(subcommand)]
+    command: DbCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum DbCommand {
+    /// Create the database, or bring its schema up to date
+    Migrate,
+    /// Look for damage and for the schema's version
+    Check,
+    /// Write a consistent, compact copy, also while servers run
+    Backup {
+        /// The copy; it must not be there yet
+        to: PathBuf,
+    },
+}
+
+pub(crate) async fn run(args: DbArgs, app: &App) -> Result {
+    let config = Loaded::read(&app.globals, Vec::new())?.config;
+    let path = config.database_path();
+    match args.command {
+        DbCommand::Migrate => {
+            if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+                std::fs::create_dir_all(folder)?;
+            }
+            let before = migrate(&path)
+                .await
+                .map_err(|err| Failure::from_error(&format!("migrate {}", path.display()), &err))?;
+            let text = if before.is_current() {
+                format!("{} is at version {} already", path.display(), before.needed)
+            } else {
+                format!("{} went from version {} to {}", path.display(), before.found, before.needed)
+            };
+            answer(app, json!({"database": path.to_string_lossy(), "before": before.found, "version": before.needed}), &text)
+        }
+        DbCommand::Check => check(&config, app).await,
+        DbCommand::Backup { to } => {
+            there(&config)?;
+            if to.exists() {
+                return Err(Failure::usage(format!("{} is there already and is not overwritten", to.display())));
+            }
+            let store = service::open_store(&config, false).await?;
+            store
+                .backup(&to)
+                .await
+                .map_err(|err| Failure::from_error(&format!("copy the database to {}", to.display()), &err))?;
+            store.close().await;
+            let bytes = std::fs::metadata(&to)?.len();
+            let record = json!({"database": path.to_string_lossy(), "backup": to.to_string_lossy(), "bytes": bytes});
+            answer(app, record, &format!("{} in {}; objects are not in it", human::bytes(bytes), to.display()))
+        }
+    }
+}
+
+fn there(config: &Config) -> Result {
+    let path = config.database_path();
+    if path.is_file() {
+        return Ok(());
+    }
+    Err(Failure::new(Exit::NotFound, format!("no database at {}", path.display()))
+        .hint("`batch serve` and `batch db migrate` make one; --data-dir says where"))
+}
+
+async fn check(config: &Config, app: &App) -> Result {
+    there(config)?;
+    let path = config.database_path();
+    let state =
+        schema_state(&path).await.map_err(|err| Failure::from_error(&format!("read {}", path.display()), &err))?;
+    let mut findings = Vec::new();
+    let mut bytes = None;
+    if state.is_current() {
+        let store = service::open_store(config, false).await?;
+        findings = store.check().await.map_err(|err| Failure::from_error("check the database", &err))?;
+        bytes = store.size_bytes().await.ok();
+        store.close().await;
+    } else {
+        findings.push(format!(
+            "the schema is at version {}, this binary needs {}: run `batch db migrate`",
+            state.found, state.needed
+        ));
+    }
+    let record = json!({"database": path.to_string_lossy(), "version": state.found, "needed": state.needed,
+        "bytes": bytes, "findings": findings});
+    if findings.is_empty() {
+        let size = bytes.map_or(String::new(), |bytes| format!(", {}", human::bytes(bytes)));
+        return answer(app, record, &format!("{} is sound: version {}{size}", path.display(), state.found));
+    }
+    if app.ui.is_json() {
+        app.ui.data(&format!("{record}\n"))?;
+    }
+    let mut failure = Failure::new(Exit::Failure, format!("{} has problems: {}", path.display(), findings[0]));
+    for finding in findings.iter().skip(1) {
+        failure = failure.note(format!("= {finding}"));
+    }
+    Err(failure.hint("keep a copy of the file before anything else; published files are objects and are not touched"))
+}
+
+fn answer(app: &App, record: Value, text: &str) -> Result {
+    if app.ui.is_json() { app.ui.data(&format!("{record}\n")) } else { app.ui.data(&format!("{text}\n")) }
+}

@@ -1,0 +1,304 @@
+//! `batch doctor`: one line per check, PASS, WARN or FAIL, then the remedy.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use overnight_blobs::Blobs;
+use overnight_engine::request::Class;
+use overnight_engine::{Event, Request, RequestId, SamplingParams, Sink, StopRules};
+use overnight_store::Store;
+use overnight_store_sqlite::schema_state;
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+
+use crate::config::{Config, EngineKind, Loaded};
+use crate::error::{Exit, Failure, Result};
+use crate::output::human;
+use crate::output::table::Column;
+use crate::output::{Field, plain};
+use crate::service::{self, engine};
+use crate::{App, environment, host, models};
+
+/// Less room than this is a warning.
+const FREE_DISK_LOW: u64 = 2 << 30;
+/// Open files below this are a warning.
+const OPEN_FILES_LOW: u64 = 1_024;
+/// One token takes at most this long.
+const TOKEN_MAX: Duration = Duration::from_secs(120);
+
+/// Arguments of `batch doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Load this model and generate one token [default: engine.model, when set]
+    #[arg(long)]
+    model: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Verdict {
+    Pass,
+    Warn,
+    Fail,
+}
+
+impl Verdict {
+    fn word(self) -> &'static str {
+        match self {
+            Verdict::Pass => "PASS",
+            Verdict::Warn => "WARN",
+            Verdict::Fail => "FAIL",
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Check {
+    name: &'static str,
+    verdict: Verdict,
+    found: String,
+    remedy: Option<String>,
+}
+
+impl Check {
+    fn pass(name: &'static str, found: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Pass, found: found.into(), remedy: None }
+    }
+
+    fn warn(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Warn, found: found.into(), remedy: Some(remedy.into()) }
+    }
+
+    fn fail(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name, verdict: Verdict::Fail, found: found.into(), remedy: Some(remedy.into()) }
+    }
+}
+
+const COLUMNS: &[Field] = &[
+    Field { column: Column::left("RESULT"), cell: |check, _| plain(&check["result"]) },
+    Field { column: Column::left("CHECK"), cell: |check, _| plain(&check["id"]) },
+    Field { column: Column::shrink("FOUND"), cell: |check, _| plain(&check["found"]) },
+    Field { column: Column::shrink("REMEDY"), cell: |check, _| plain(&check["remedy"]) },
+];
+
+pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
+    let mut checks = vec![on_path()];
+    match Loaded::read(&app.globals, Vec::new()) {
+        Ok(loaded) => {
+            checks.push(Check::pass("configuration", "valid"));
+            let mut config = loaded.config;
+            if args.model.is_some() {
+                config.engine.source.model = args.model;
+            }
+            checks.push(database(&config).await);
+            checks.push(disk(&config));
+            checks.push(objects(&config).await);
+            checks.push(open_files());
+            checks.push(port(&config));
+            checks.extend(model(&config).await);
+        }
+        Err(failure) => checks.push(Check::fail("configuration", failure.message(), "correct it; `batch config path` lists the files")),
+    }
+    show(&checks, app)?;
+    if checks.iter().any(|check| check.verdict == Verdict::Fail) {
+        return Err(Failure::silent(Exit::Failure));
+    }
+    Ok(())
+}
+
+fn show(checks: &[Check], app: &App) -> Result {
+    if app.ui.is_json() {
+        let map = checks.iter().map(|check| {
+            let value = json!({"result": check.verdict.word(), "found": check.found, "remedy": check.remedy});
+            (check.name.to_owned(), value)
+        });
+        return app.ui.data(&format!("{}\n", Value::Object(map.collect())));
+    }
+    if app.ui.format.is_none() && app.ui.fields.is_none() && app.ui.stdout_is_terminal {
+        let lines = checks.iter().map(|check| {
+            let remedy = check.remedy.as_ref().map_or(String::new(), |remedy| format!("\n      {remedy}"));
+            format!("{}  {}: {}{remedy}\n", check.verdict.word(), check.name, crate::output::escape(&check.found))
+        });
+        return app.ui.data(&lines.collect::<String>());
+    }
+    let rows: Vec<Value> = checks
+        .iter()
+        .map(|check| json!({"id": check.name, "result": check.verdict.word(), "found": check.found, "remedy": check.remedy}))
+        .collect();
+    app.ui.rows(&rows, COLUMNS)
+}
+
+/// Whether `batch` on PATH is this one; another program of that name ships with `at`.
+fn on_path() -> Check {
+    let name = "binary on PATH";
+    let folders = environment::text("PATH").unwrap_or_default();
+    let first = std::env::split_paths(&folders).map(|folder| folder.join("batch")).find(|path| path.is_file());
+    let ours = std::env::current_exe().and_then(|path| path.canonicalize()).ok();
+    match first {
+        None => Check::warn(name, "no batch on PATH", "add the folder of this binary to PATH"),
+        Some(path) if path.canonicalize().ok() == ours => Check::pass(name, path.display().to_string()),
+        Some(path) => Check::warn(
+            name,
+            format!("another batch comes first: {}", path.display()),
+            "put the folder of this binary before it; the at package ships a program of the same name",
+        ),
+    }
+}
+
+async fn database(config: &Config) -> Check {
+    let name = "database";
+    let path = config.database_path();
+    if !path.is_file() {
+        return Check::pass(name, format!("none yet at {}; the first start makes it", path.display()));
+    }
+    match schema_state(&path).await {
+        Ok(state) if !state.is_current() => Check::warn(
+            name,
+            format!("schema version {}, this binary needs {}", state.found, state.needed),
+            "batch db migrate",
+        ),
+        Err(err) => Check::fail(name, overnight_types::chain(&err), "batch db check"),
+        Ok(state) => {
+            let store = match service::open_store(config, false).await {
+                Ok(store) => store,
+                Err(failure) => return Check::fail(name, failure.message(), "batch db check"),
+            };
+            let size = store.size_bytes().await.map(human::bytes).unwrap_or_default();
+            let answer = store.now().await;
+            store.close().await;
+            match answer {
+                Ok(now) => {
+                    let skew = now.since(overnight_types::Timestamp::now());
+                    Check::pass(name, format!("{} answers, version {}, {size}, clock {}", path.display(), state.found, if skew.as_secs() > 1 { "ahead" } else { "in step" }))
+                }
+                Err(err) => Check::fail(name, overnight_types::chain(&err), "batch db check"),
+            }
+        }
+    }
+}
+
+fn disk(config: &Config) -> Check {
+    let name = "free disk";
+    match host::free_disk(&config.data_dir()) {
+        Ok(free) if free < FREE_DISK_LOW => {
+            Check::warn(name, format!("{} free", human::bytes(free)), "make room or choose another --data-dir")
+        }
+        Ok(free) => Check::pass(name, format!("{} free", human::bytes(free))),
+        Err(reason) => Check::fail(name, reason, "choose another --data-dir"),
+    }
+}
+
+/// Writes, reads and deletes an object, in a folder of its own when there is none yet.
+async fn objects(config: &Config) -> Check {
+    let name = "objects";
+    let url = match config.objects_url() {
+        Ok(url) => url,
+        Err(failure) => return Check::fail(name, failure.message(), "choose another --data-dir"),
+    };
+    let remedy = "look at the folder's owner and rights, or set objects.url";
+    let folder = url.strip_prefix("file://").map(Path::new);
+    let scratch;
+    let blobs = match folder {
+        Some(folder) if !folder.is_dir() => {
+            // Nothing is made where nothing was: the system's temporary folder stands in.
+            scratch = match tempfile::tempdir() {
+                Ok(scratch) => scratch,
+                Err(err) => return Check::fail(name, err.to_string(), remedy),
+            };
+            match Blobs::local(scratch.path()) {
+                Ok(_) => return Check::pass(name, format!("none yet at {}; the first start makes it", folder.display())),
+                Err(err) => return Check::fail(name, overnight_types::chain(&err), remedy),
+            }
+        }
+        _ => Blobs::open(&url),
+    };
+    match blobs {
+        Err(err) => Check::fail(name, overnight_types::chain(&err), remedy),
+        Ok(blobs) => match blobs.probe().await {
+            Ok(_) => Check::pass(name, format!("{url}: written, read, deleted")),
+            Err(err) => Check::fail(name, overnight_types::chain(&err), remedy),
+        },
+    }
+}
+
+fn open_files() -> Check {
+    let name = "open files";
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    match limit {
+        Some(limit) if limit < OPEN_FILES_LOW => {
+            Check::warn(name, format!("at most {limit}"), format!("raise it: ulimit -n {OPEN_FILES_LOW}"))
+        }
+        Some(limit) => Check::pass(name, format!("at most {limit}")),
+        None => Check::pass(name, "no limit"),
+    }
+}
+
+fn port(config: &Config) -> Check {
+    let name = "port";
+    if let Some(url) = host::live_server(&config.data_dir()) {
+        return Check::pass(name, format!("a server of this data folder runs at {url}"));
+    }
+    let address = (config.api.host.trim_start_matches('[').trim_end_matches(']'), config.api.port);
+    match std::net::TcpListener::bind(address) {
+        Ok(_) => Check::pass(name, format!("{}:{} is free", address.0, address.1)),
+        Err(err) => Check::warn(name, format!("{}:{}: {err}", address.0, address.1), "choose another one with --port"),
+    }
+}
+
+async fn model(config: &Config) -> Vec<Check> {
+    let source = &config.engine.source;
+    if source.kind != EngineKind::Local {
+        return vec![Check::pass("model", "the engine is a remote one")];
+    }
+    let Some(name) = &source.model else {
+        return vec![Check::warn("model", "none is named", "batch doctor --model NAME loads it and generates a token")];
+    };
+    let found = match models::find(config, name) {
+        Ok(found) => found,
+        Err(failure) => return vec![Check::fail("model", failure.message(), format!("batch models pull {name}"))],
+    };
+    let mut checks = vec![Check::pass("model", found.path.display().to_string())];
+    let to_load = config.clone();
+    let started = tokio::task::spawn_blocking(move || engine::start(&to_load, |_| {})).await;
+    let started = started.unwrap_or_else(|err| Err(Failure::from_error("load the model", &err)));
+    checks.push(match started {
+        Err(failure) => Check::fail("one token", failure.message(), "look at the model's files"),
+        Ok(started) => match tokio::time::timeout(TOKEN_MAX, one_token(&started)).await {
+            Ok(Ok(text)) => Check::pass("one token", format!("{text:?}")),
+            Ok(Err(reason)) => Check::fail("one token", reason, "look at the model's files"),
+            Err(_) => Check::fail("one token", "none within two minutes", "a smaller model, or fewer other programs"),
+        },
+    });
+    checks
+}
+
+async fn one_token(started: &engine::Started) -> Result<String, String> {
+    let handle = started.handle.as_ref().ok_or("the engine is not a local one")?;
+    let text = started.mapper.text().ok_or("the model has no tokenizer")?;
+    let prompt = text.encode("The capital of France is", true).map_err(|err| overnight_types::chain(&err))?;
+    let (send, mut events) = mpsc::unbounded_channel::<Vec<Event>>();
+    let sink: Sink = Arc::new(move |batch| send.send(batch).is_ok());
+    let request = Request {
+        id: RequestId::next(),
+        class: Class::Online,
+        prompt,
+        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+        stop: StopRules { max_tokens: 1, ..StopRules::default() },
+        logprobs: None,
+        prompt_logprobs: None,
+        skip_special_tokens: true,
+        stream: false,
+    };
+    handle.submit(vec![request], sink).await.map_err(|err| overnight_types::chain(&err))?;
+    while let Some(events) = events.recv().await {
+        for event in events {
+            match event {
+                Event::Output(output) if output.finish.is_some() => return Ok(output.text),
+                Event::Output(_) => {}
+                Event::Failed { error, .. } => return Err(error.to_string()),
+            }
+        }
+    }
+    Err("the engine stopped".to_owned())
+}

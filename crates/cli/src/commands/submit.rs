@@ -1,0 +1,246 @@
+//! `batch submit`: check, upload, create, and wait if asked.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use overnight_types::Endpoint;
+use serde_json::{Map, Value, json};
+use uuid::Uuid;
+
+use crate::App;
+use crate::batches;
+use crate::client::Client;
+use crate::client::wait::{self, Waiting};
+use crate::commands::prepare::{OnInvalid, parse_endpoint};
+use crate::commands::results::{self, ResultsArgs};
+use crate::error::{Exit, Failure, Result};
+use crate::output::{human, plain};
+use crate::state;
+use crate::validation::{self, Input};
+
+/// Lines that are kept by number so that they can be left out.
+const SKIPPED_MAX: usize = 1_000_000;
+
+/// Arguments of `batch submit`.
+#[derive(Debug, Args)]
+pub(crate) struct SubmitArgs {
+    /// Files of requests, one batch each; - is stdin
+    #[arg(required = true, value_name = "FILE|-")]
+    files: Vec<String>,
+    /// What the lines are for [default: the url of the first line]
+    #[arg(long, value_parser = parse_endpoint)]
+    endpoint: Option<Endpoint>,
+    /// The model that the lines must name
+    #[arg(long)]
+    model: Option<String>,
+    /// How long it may take, 5m to 30d
+    #[arg(long, default_value = "24h", value_name = "DURATION")]
+    window: String,
+    /// Lower runs first
+    #[arg(long, allow_negative_numbers = true)]
+    priority: Option<i32>,
+    /// A pair for your own use; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    metadata: Vec<String>,
+    /// What people call it
+    #[arg(long)]
+    name: Option<String>,
+    /// Makes a repeated submit return the first batch [default: a fresh one]
+    #[arg(long, value_name = "KEY")]
+    idempotency_key: Option<String>,
+    /// Wait until it has ended; the exit code says how
+    #[arg(long)]
+    wait: bool,
+    /// Like --wait, with progress
+    #[arg(long)]
+    watch: bool,
+    /// Wait and write the results there; - is stdout
+    #[arg(long, value_name = "PATH")]
+    results: Option<PathBuf>,
+    /// Make several batches of at most this many requests
+    #[arg(long, value_name = "N", value_parser = human::parse_count)]
+    split: Option<u64>,
+    /// Check and say what would be sent; send nothing
+    #[arg(short = 'n', long)]
+    dry_run: bool,
+    /// Only check, like `batch validate`
+    #[arg(long)]
+    validate_only: bool,
+    /// What to do with lines that are not valid
+    #[arg(long, default_value = "fail")]
+    on_invalid: OnInvalid,
+}
+
+/// A checked file, ready to send.
+struct Ready {
+    input: Input,
+    endpoint: Endpoint,
+    requests: u64,
+    model: Option<String>,
+}
+
+pub(crate) async fn run(args: SubmitArgs, app: &App) -> Result {
+    let metadata = metadata(&args.metadata)?;
+    if args.results.is_some() && args.files.len() + usize::from(args.split.is_some()) > 1 {
+        return Err(Failure::usage("--results takes one batch; submit the files one by one"));
+    }
+    if args.split == Some(0) {
+        return Err(Failure::usage("--split must be at least 1"));
+    }
+    // All files are checked before anything is sent.
+    let mut ready = Vec::new();
+    for file in &args.files {
+        ready.push(check(file, &args, app).await?);
+    }
+    if args.dry_run || args.validate_only {
+        return describe(&ready, &args, app);
+    }
+    let client = app.client()?;
+    let key = args.idempotency_key.clone().unwrap_or_else(|| format!("cli-{}", Uuid::now_v7().simple()));
+    let mut made = Vec::new();
+    for (index, file) in ready.into_iter().enumerate() {
+        let key = if index == 0 { key.clone() } else { format!("{key}-{index}") };
+        send(file, &args, &metadata, &key, &client, app, &mut made).await?;
+    }
+    report(&args, &made, &client, app).await
+}
+
+fn metadata(pairs: &[String]) -> Result<Value> {
+    let mut map = Map::new();
+    for pair in pairs {
+        let (key, value) = pair.split_once('=').ok_or_else(|| Failure::usage(format!("--metadata wants KEY=VALUE: {pair}")))?;
+        map.insert(key.to_owned(), Value::from(value));
+    }
+    Ok(if map.is_empty() { Value::Null } else { Value::Object(map) })
+}
+
+async fn check(file: &str, args: &SubmitArgs, app: &App) -> Result<Ready> {
+    let input = Input::open(file)?;
+    let endpoint = validation::endpoint(&input, args.endpoint)?;
+    let kept = if args.on_invalid == OnInvalid::Skip { SKIPPED_MAX } else { 1_000 };
+    let report = validation::check(&input, endpoint, kept).await?;
+    let model = report.model.clone();
+    if let (Some(wanted), Some(found)) = (&args.model, &model)
+        && wanted != found
+    {
+        return Err(Failure::new(Exit::InvalidInput, format!("the lines name the model {found:?}, not {wanted:?}"))
+            .code("model_mismatch")
+            .note(format!("--> {}", input.label))
+            .hint("leave --model out, or make the lines with `batch prepare --model`"));
+    }
+    if report.is_valid() {
+        return Ok(Ready { input, endpoint, requests: report.requests, model });
+    }
+    if args.on_invalid == OnInvalid::Fail || report.findings.total as usize > SKIPPED_MAX {
+        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
+    }
+    let cleaned = validation::without_invalid(&input, &report)?;
+    let requests = report.requests.saturating_sub(cleaned.num_aside);
+    if requests == 0 {
+        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
+    }
+    app.ui.summary(format!(
+        "{} lines of {} are not valid and are in {} with their reasons; the other {} are submitted",
+        human::count(cleaned.num_aside),
+        input.label,
+        cleaned.aside.display(),
+        human::count(requests)
+    ));
+    Ok(Ready { input: cleaned.input, endpoint, requests, model })
+}
+
+fn describe(ready: &[Ready], args: &SubmitArgs, app: &App) -> Result {
+    let rows: Vec<Value> = ready
+        .iter()
+        .map(|file| {
+            let batches = args.split.map_or(1, |split| file.requests.div_ceil(split));
+            json!({"id": file.input.label, "file": file.input.label, "requests": file.requests,
+                "endpoint": file.endpoint.as_str(), "model": file.model, "batches": batches})
+        })
+        .collect();
+    for row in &rows {
+        app.ui.summary(format!(
+            "{}: valid, {} requests for {}, model {}; nothing was sent",
+            plain(&row["file"]),
+            human::count(row["requests"].as_u64().unwrap_or(0)),
+            plain(&row["endpoint"]),
+            plain(&row["model"])
+        ));
+    }
+    if app.ui.format.is_some() { app.ui.rows(&rows, &[]) } else { Ok(()) }
+}
+
+async fn send(
+    file: Ready,
+    args: &SubmitArgs,
+    metadata: &Value,
+    key: &str,
+    client: &Client,
+    app: &App,
+    made: &mut Vec<Value>,
+) -> Result {
+    let name = file.input.upload_name();
+    let parts = match args.split {
+        Some(max) if file.requests > max => validation::split(&file.input, max)?,
+        _ => vec![file.input],
+    };
+    let several = parts.len() > 1;
+    for (index, part) in parts.iter().enumerate() {
+        let uploaded = client.upload(&part.path, &name, "batch").await?;
+        let mut body = json!({
+            "input_file_id": uploaded["id"], "endpoint": file.endpoint.as_str(),
+            "completion_window": args.window, "metadata": metadata,
+        });
+        if let Some(name) = &args.name {
+            body["name"] = Value::from(if several { format!("{name} {}", index + 1) } else { name.clone() });
+        }
+        if let Some(priority) = args.priority {
+            body["priority"] = Value::from(priority);
+        }
+        let key = if several { format!("{key}-part{index}") } else { key.to_owned() };
+        let batch = client.post("/v1/batches", &body, Some(&key)).await?;
+        state::remember(client.base(), &plain(&batch["id"]));
+        // The id is out as soon as there is one: a later failure must not hide it.
+        if app.ui.format.is_none() && args.results.is_none() {
+            app.ui.data(&format!("{}\n", plain(&batch["id"])))?;
+        }
+        made.push(batch);
+    }
+    Ok(())
+}
+
+async fn report(args: &SubmitArgs, made: &[Value], client: &Client, app: &App) -> Result {
+    let waits = args.wait || args.watch || args.results.is_some();
+    let mut ended = made.to_vec();
+    if waits {
+        let waiting = Waiting { interval: wait::INTERVAL, timeout: app.globals.timeout };
+        for batch in &mut ended {
+            let id = plain(&batch["id"]);
+            *batch = wait::until_ended(client, &app.ui, &id, waiting).await?;
+            app.ui.summary(batches::summary(batch));
+            if batch["status"] == "failed" {
+                app.ui.summary(batches::problems(batch).trim_end());
+            }
+        }
+    }
+    if app.ui.format.is_some() && args.results.as_ref().is_none_or(|path| path.as_os_str() != "-") {
+        match ended.as_slice() {
+            [one] => app.ui.record(one, batches::COLUMNS, || batches::card(one))?,
+            several => app.ui.rows(several, batches::COLUMNS)?,
+        }
+    }
+    if let (Some(path), [batch]) = (&args.results, ended.as_slice())
+        && batch["status"] != "failed"
+    {
+        let arguments = ResultsArgs::plain(plain(&batch["id"]), path.clone());
+        results::write(&arguments, batch, client, app).await?;
+    }
+    for batch in &ended {
+        app.ui.say(format!("next: {}", batches::next_step(batch)));
+    }
+    if !waits {
+        return Ok(());
+    }
+    let worst = ended.iter().map(wait::exit_of).max_by_key(|exit| *exit as u8).unwrap_or(Exit::Success);
+    if worst == Exit::Success { Ok(()) } else { Err(Failure::silent(worst)) }
+}

@@ -1,0 +1,185 @@
+//! Whatever generates, by `[engine]`: the local engine, remote servers, or the
+//! instant one. Loading takes long, so [`LateEngine`] stands in and says the stage.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use async_trait::async_trait;
+use overnight_engine::{EngineHandle, RequestId};
+use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request};
+use overnight_worker::instant::InstantGenerate;
+use overnight_worker::mapper::Mapper;
+use overnight_worker::remote::{RemoteConfig, RemoteGenerate};
+
+use super::producer;
+use crate::config::{Config, EngineKind};
+use crate::error::{Exit, Failure, Result};
+use crate::models;
+
+/// Every model name that jobs may use here: the configured ones and the engine's.
+pub(crate) fn known_models(config: &Config) -> Vec<String> {
+    let mut names: Vec<String> = config.models.iter().map(|model| model.name.clone()).collect();
+    names.extend(served_names(config));
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// The names that the engine answers to; `*` when it passes any on.
+pub(crate) fn served_names(config: &Config) -> Vec<String> {
+    let source = &config.engine.source;
+    if !source.served_model_name.is_empty() {
+        return source.served_model_name.clone();
+    }
+    match (source.kind, &source.model) {
+        (EngineKind::Local, Some(model)) => {
+            vec![models::find(config, model).map_or_else(|_| model.clone(), |found| found.name)]
+        }
+        (EngineKind::Local, None) => Vec::new(),
+        (EngineKind::Openai, Some(model)) => vec![model.clone()],
+        (EngineKind::Openai | EngineKind::Instant, _) => vec!["*".to_owned()],
+    }
+}
+
+/// An engine that can answer.
+#[derive(Clone)]
+pub(crate) struct Started {
+    pub(crate) generate: Arc<dyn Generate>,
+    pub(crate) mapper: Mapper,
+    pub(crate) producer: String,
+    /// The local engine, for its counters.
+    pub(crate) handle: Option<EngineHandle>,
+}
+
+/// Checks before anything is opened that there is an engine to start: the model is
+/// named and here.
+pub(crate) fn check(config: &Config) -> Result {
+    if config.engine.source.kind == EngineKind::Local {
+        model(config)?;
+    }
+    Ok(())
+}
+
+fn model(config: &Config) -> Result<models::Found> {
+    let Some(name) = &config.engine.source.model else {
+        return Err(Failure::usage("no model is named").hint(
+            "add --model NAME (`batch models list` shows names), or engine.kind = \"openai\" for servers that run already",
+        ));
+    };
+    models::find(config, name)
+}
+
+/// Starts the engine that `[engine]` names; `stage` is told what is being done.
+/// Blocks for as long as loading takes.
+pub(crate) fn start(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
+    match config.engine.source.kind {
+        EngineKind::Local => start_local(config, stage),
+        EngineKind::Openai => start_remote(config),
+        EngineKind::Instant => Ok(Started {
+            generate: Arc::new(InstantGenerate::default()),
+            mapper: Mapper::remote(None),
+            producer: producer("instant engine"),
+            handle: None,
+        }),
+    }
+}
+
+fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
+    let found = model(config)?;
+    stage(&format!("loading {}", found.path.display()));
+    Err(Failure::new(Exit::Failure, "the local engine is not in this build").code("not_built"))
+}
+
+fn start_remote(config: &Config) -> Result<Started> {
+    let source = &config.engine.source;
+    let names = Some(served_names(config)).filter(|names| names.iter().all(|name| name != "*"));
+    let remote = RemoteConfig {
+        urls: source.base_urls.clone(),
+        api_key: remote_key(config)?,
+        models: names.clone().unwrap_or_default(),
+        request_timeout: config.worker.request_timeout_remote,
+        ..RemoteConfig::default()
+    };
+    let generate =
+        RemoteGenerate::new(remote).map_err(|err| Failure::from_error("set up the remote engine", &err))?;
+    Ok(Started {
+        generate: Arc::new(generate),
+        mapper: Mapper::remote(names),
+        producer: producer(&format!("remote engine at {}", source.base_urls.join(", "))),
+        handle: None,
+    })
+}
+
+fn remote_key(config: &Config) -> Result<Option<String>> {
+    let source = &config.engine.source;
+    if let Some(key) = &source.api_key {
+        return Ok(Some(key.expose().to_owned()));
+    }
+    let Some(path) = &source.api_key_file else { return Ok(None) };
+    let text = std::fs::read_to_string(path).map_err(|err| {
+        Failure::new(Exit::Usage, format!("could not read engine.api_key_file {}: {err}", path.display()))
+    })?;
+    Ok(Some(text.trim().to_owned()))
+}
+
+/// Stands in for an engine that is still loading.
+#[derive(Debug)]
+pub(crate) struct LateEngine {
+    models: Vec<String>,
+    started_at: Instant,
+    stage: Mutex<String>,
+    engine: OnceLock<Arc<dyn Generate>>,
+}
+
+impl LateEngine {
+    pub(crate) fn new(models: Vec<String>) -> Arc<Self> {
+        let stage = Mutex::new("waiting to load the model".to_owned());
+        Arc::new(Self { models, started_at: Instant::now(), stage, engine: OnceLock::new() })
+    }
+
+    /// What is being done, for `/health` and the log.
+    pub(crate) fn stage(&self, text: &str) {
+        tracing::info!("{text}");
+        text.clone_into(&mut self.stage.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// From here on the engine answers.
+    pub(crate) fn set(&self, engine: Arc<dyn Generate>) {
+        // Loaded once per process; a second one would change nothing.
+        let _ = self.engine.set(engine);
+    }
+}
+
+#[async_trait]
+impl Generate for LateEngine {
+    async fn submit(&self, requests: Vec<Request>, outputs: OutputSender) -> Result<(), NotAccepting> {
+        match self.engine.get() {
+            Some(engine) => engine.submit(requests, outputs).await,
+            None => Err(NotAccepting("the model is still loading".to_owned())),
+        }
+    }
+
+    fn cancel(&self, ids: &[RequestId]) {
+        if let Some(engine) = self.engine.get() {
+            engine.cancel(ids);
+        }
+    }
+
+    fn status(&self) -> EngineStatus {
+        if let Some(engine) = self.engine.get() {
+            return engine.status();
+        }
+        let stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        EngineStatus {
+            state: EngineState::Starting(stage),
+            models: self.models.clone(),
+            num_running: 0,
+            num_waiting: 0,
+            max_num_seqs: 1,
+            kv_cache_usage: 0.0,
+            last_progress: self.started_at,
+            generation_tokens: 0,
+            prompt_tokens: 0,
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The parts that `serve`, `worker` and `run` are built of: the data folder with its
+//! lock, database and objects; the engine, loaded in the background; signals.
+//!
+//! Invariant: nothing is opened before the folder's lock is held, and the lock is
+//! given back last.
+
+pub(crate) mod engine;
+pub(crate) mod flags;
+pub(crate) mod stats;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use overnight_blobs::Blobs;
+use overnight_store::Store;
+use overnight_store_sqlite::{Options, SqliteStore};
+use overnight_types::Limits;
+use overnight_worker::generate::Generate;
+use overnight_worker::lock::{DataDirLock, DataDirUse};
+use overnight_worker::mapper::Mapper;
+use overnight_worker::{WorkerHandle, WorkerParts};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::config::Config;
+use crate::error::{Exit, Failure, Result};
+use crate::host;
+
+/// The data folder, opened.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) data_dir: PathBuf,
+    pub(crate) store: SqliteStore,
+    pub(crate) blobs: Blobs,
+    _lock: DataDirLock,
+}
+
+impl Place {
+    /// Takes the folder's lock and opens database and objects.
+    pub(crate) async fn open(config: &Config, usage: DataDirUse) -> Result<Self> {
+        let data_dir = std::path::absolute(config.data_dir())?;
+        let lock = DataDirLock::take(&data_dir, usage).map_err(|err| {
+            let code = if matches!(err, overnight_worker::Error::DataDirInUse { .. }) { "data_dir_in_use" } else { "data_dir" };
+            Failure::new(Exit::Failure, overnight_types::chain(&err)).code(code)
+        })?;
+        let store = open_store(config, true).await?;
+        let url = config.objects_url()?;
+        if let Some(path) = url.strip_prefix("file://") {
+            std::fs::create_dir_all(path)
+                .map_err(|err| Failure::new(Exit::Failure, format!("could not make the objects' folder {path}: {err}")))?;
+        }
+        let blobs = Blobs::open(&url).map_err(|err| Failure::from_error(&format!("open the objects at {url}"), &err))?;
+        Ok(Self { data_dir, store, blobs, _lock: lock })
+    }
+
+    /// The store as everybody takes it.
+    pub(crate) fn shared_store(&self) -> Arc<dyn Store> {
+        Arc::new(self.store.clone())
+    }
+
+    /// What a worker on this place is made of.
+    pub(crate) fn worker_parts(&self, config: &Config, engine: Option<(Arc<dyn Generate>, Mapper, String)>) -> WorkerParts {
+        let (generate, mapper, producer) = match engine {
+            Some((generate, mapper, producer)) => (Some(generate), Some(mapper), producer),
+            None => (None, None, producer("no engine")),
+        };
+        WorkerParts {
+            store: self.shared_store(),
+            blobs: self.blobs.clone(),
+            generate,
+            mapper,
+            config: config.worker.clone(),
+            known_models: engine::known_models(config),
+            producer,
+            limits: Limits::default(),
+            host: host::name(),
+            data_dir: self.data_dir.clone(),
+        }
+    }
+
+    /// Starts a worker here.
+    pub(crate) async fn start_worker(
+        &self,
+        config: &Config,
+        engine: Option<(Arc<dyn Generate>, Mapper, String)>,
+    ) -> Result<WorkerHandle> {
+        overnight_worker::start(self.worker_parts(config, engine))
+            .await
+            .map_err(|err| Failure::from_error("start the worker", &err))
+    }
+}
+
+/// Who makes outcomes, in words, for segments and manifests.
+pub(crate) fn producer(engine: &str) -> String {
+    format!("overnight {} · {engine}", env!("CARGO_PKG_VERSION"))
+}
+
+/// Opens the database, bringing it up to date when `migrate`.
+pub(crate) async fn open_store(config: &Config, migrate: bool) -> Result<SqliteStore> {
+    let path = config.database_path();
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        std::fs::create_dir_all(folder)
+            .map_err(|err| Failure::new(Exit::Failure, format!("could not make {}: {err}", folder.display())))?;
+    }
+    let options = Options { migrate, ..Options::default() };
+    SqliteStore::open(&path, options).await.map_err(|err| {
+        Failure::from_error(&format!("open the database {}", path.display()), &err)
+            .hint("`batch db check` looks into it; nothing was changed")
+    })
+}
+
+/// Resolves at SIGTERM or SIGINT, again at the next one.
+#[derive(Debug)]
+pub(crate) struct Stops {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Stops {
+    pub(crate) fn listen() -> Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    /// The next one's name.
+    pub(crate) async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// Runs the clean-up; another signal ends the process at once.
+pub(crate) async fn clean_up(stops: &mut Stops, cleaning: impl Future<Output = ()>) {
+    tokio::select! {
+        () = cleaning => {}
+        name = stops.next() => {
+            tracing::warn!("{name} again: stopping at once; leases are released at the next start");
+            std::process::exit(Exit::Interrupted as i32);
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Checking a file of requests before anything is sent, with the worker's own intake;
+//! showing what is wrong; setting bad lines aside.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use overnight_types::{Endpoint, Limits};
+use overnight_worker::intake::{self, IntakeOptions, KnownModels, Source, ValidationReport};
+use serde_json::{Value, json};
+
+use crate::error::{Exit, Failure, Result};
+use crate::output::human;
+use crate::output::table::shorten;
+
+/// Lines that are searched for the first `url`.
+const LOOK_MAX: usize = 1_000;
+/// Problems that are printed one by one.
+const SHOWN_MAX: usize = 10;
+
+/// A file of requests on this machine; stdin is put into a temporary one first.
+#[derive(Debug)]
+pub(crate) struct Input {
+    pub(crate) path: PathBuf,
+    /// What people know it as.
+    pub(crate) label: String,
+    spool: Option<tempfile::TempPath>,
+}
+
+impl Input {
+    /// Opens a path; `-` is stdin.
+    pub(crate) fn open(text: &str) -> Result<Self> {
+        if text == "-" {
+            let mut spool = tempfile::Builder::new().prefix("batch-stdin-").suffix(".jsonl").tempfile()?;
+            std::io::copy(&mut std::io::stdin().lock(), &mut spool)?;
+            let spool = spool.into_temp_path();
+            return Ok(Self { path: spool.to_path_buf(), label: "stdin".to_owned(), spool: Some(spool) });
+        }
+        if let Some((scheme, _)) = text.split_once("://") {
+            return Err(Failure::usage(format!("{scheme}:// inputs are not built yet"))
+                .code("not_built")
+                .hint("copy the object to a file, or pipe it into `batch submit -`"));
+        }
+        let path = PathBuf::from(text);
+        match std::fs::metadata(&path) {
+            Ok(meta) if meta.is_file() => Ok(Self { path, label: text.to_owned(), spool: None }),
+            Ok(_) => Err(Failure::usage(format!("not a file: {text}"))),
+            Err(err) => Err(Failure::new(Exit::NotFound, format!("could not read {text}: {err}"))),
+        }
+    }
+
+    /// A name for the server, which takes `.jsonl` only.
+    pub(crate) fn upload_name(&self) -> String {
+        let name = if self.spool.is_some() { "stdin.jsonl".to_owned() } else { crate::commands::files::file_name(&self.path) };
+        if name.ends_with(".jsonl") { name } else { format!("{name}.jsonl") }
+    }
+}
+
+/// The endpoint asked for, else the `url` of the first line that has one.
+pub(crate) fn endpoint(input: &Input, asked: Option<Endpoint>) -> Result<Endpoint> {
+    if let Some(endpoint) = asked {
+        return Ok(endpoint);
+    }
+    let file = std::fs::File::open(&input.path)
+        .map_err(|err| Failure::new(Exit::NotFound, format!("could not read {}: {err}", input.label)))?;
+    let mut first_other = None;
+    for line in BufReader::new(file).split(b'\n').take(LOOK_MAX) {
+        let line = line?;
+        let line = line.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&line);
+        let Ok(value) = serde_json::from_slice::<Value>(line) else { continue };
+        let Some(url) = value["url"].as_str() else { continue };
+        match crate::commands::prepare::parse_endpoint(url) {
+            Ok(endpoint) => return Ok(endpoint),
+            Err(why) => first_other = first_other.or(Some(format!("{url}: {why}"))),
+        }
+    }
+    Ok(match first_other {
+        Some(why) => return Err(Failure::new(Exit::InvalidInput, format!("the url of the first line is no endpoint here: {why}"))),
+        // The check that follows says what is wrong with the lines.
+        None => Endpoint::ChatCompletions,
+    })
+}
+
+/// Finds every problem of the input. Any model name is taken: only a server knows its own.
+pub(crate) async fn check(input: &Input, endpoint: Endpoint, errors_kept_max: usize) -> Result<ValidationReport> {
+    let limits = Limits { errors_kept_max, ..Limits::default() };
+    let options = IntakeOptions { limits, ..IntakeOptions::new(endpoint, KnownModels::Any) };
+    intake::validate(&Source::Path(input.path.clone()), options, None)
+        .await
+        .map_err(|err| Failure::from_error(&format!("read {}", input.label), &err))
+}
+
+/// The report as `batch validate --json` and the server's validate route give it.
+pub(crate) fn to_json(report: &ValidationReport) -> Value {
+    json!({"object": "batch_validation", "valid": report.is_valid(), "requests": report.requests,
+        "model": report.model, "errors": report.findings.to_json()})
+}
+
+/// What is wrong, where, how many more, what to do.
+pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize) -> Failure {
+    let findings = &report.findings;
+    let Some(first) = findings.kept.first() else {
+        return Failure::new(Exit::InvalidInput, format!("{} is not valid", input.label));
+    };
+    let message = match first.line {
+        Some(line) => format!("line {} is not valid: {}", human::count(line), first.message),
+        None => first.message.clone(),
+    };
+    let place = first.line.map_or(String::new(), |line| format!(":{line}"));
+    let mut failure = Failure::new(Exit::InvalidInput, message)
+        .code(first.code.as_str())
+        .note(format!("--> {}{place}", input.label));
+    if let Some(text) = first.line.and_then(|line| line_text(&input.path, line)) {
+        failure = failure.note(format!("|  {}", shorten(&text, 100)));
+    }
+    for other in findings.kept.iter().skip(1).take(shown_max.clamp(1, 1_000) - 1) {
+        let line = other.line.map_or(String::new(), |line| format!("line {}: ", human::count(line)));
+        failure = failure.note(format!("= {line}{} ({})", other.message, other.code.as_str()));
+    }
+    if findings.total > 1 {
+        let counts: Vec<String> =
+            findings.counts.iter().map(|(code, count)| format!("{} {}", human::count(*count), code.as_str())).collect();
+        failure = failure.note(format!("= {} problems: {}", human::count(findings.total), counts.join(", ")));
+    }
+    let bad_lines = report.findings.kept.iter().filter_map(|finding| finding.line).collect::<std::collections::BTreeSet<_>>();
+    let others = report.requests.saturating_sub(bad_lines.len() as u64);
+    if findings.total as usize <= findings.kept.len() && !bad_lines.is_empty() && others > 0 {
+        return failure.hint(format!(
+            "run `batch validate {} --json` for all of them, or `--on-invalid skip` to submit the other {}",
+            input.label,
+            human::count(others)
+        ));
+    }
+    failure.hint(format!("run `batch validate {} --json` for all of them", input.label))
+}
+
+/// How many problems `batch submit` prints.
+pub(crate) const SHOWN_DEFAULT: usize = SHOWN_MAX;
+
+fn line_text(path: &Path, wanted: u64) -> Option<String> {
+    let file = std::fs::File::open(path).ok()?;
+    let index = usize::try_from(wanted.checked_sub(1)?).ok()?;
+    let line = BufReader::new(file).split(b'\n').nth(index)?.ok()?;
+    Some(String::from_utf8_lossy(&line[..line.len().min(400)]).into_owned())
+}
+
+/// A copy of the input without its bad lines.
+#[derive(Debug)]
+pub(crate) struct Cleaned {
+    pub(crate) input: Input,
+    /// The bad lines with their reasons.
+    pub(crate) aside: PathBuf,
+    pub(crate) num_aside: u64,
+}
+
+/// Writes the good lines to a temporary file and the bad ones, with their reasons,
+/// beside the input.
+pub(crate) fn without_invalid(input: &Input, report: &ValidationReport) -> Result<Cleaned> {
+    let mut reasons: BTreeMap<u64, Vec<Value>> = BTreeMap::new();
+    for finding in &report.findings.kept {
+        let Some(line) = finding.line else {
+            return Err(failure(input, report, SHOWN_MAX));
+        };
+        let reason = json!({"code": finding.code.as_str(), "message": finding.message, "param": finding.param});
+        reasons.entry(line).or_default().push(reason);
+    }
+    let mut good = tempfile::Builder::new().prefix("batch-valid-").suffix(".jsonl").tempfile()?;
+    let aside = if input.label == "stdin" { PathBuf::from("stdin.invalid.jsonl") } else { aside_path(&input.path) };
+    let mut bad = std::io::BufWriter::new(std::fs::File::create(&aside).map_err(|err| {
+        Failure::new(Exit::Failure, format!("could not write the invalid lines to {}: {err}", aside.display()))
+    })?);
+    let mut writer = std::io::BufWriter::new(&mut good);
+    for (index, line) in BufReader::new(std::fs::File::open(&input.path)?).split(b'\n').enumerate() {
+        let line = line?;
+        match reasons.get(&(index as u64 + 1)) {
+            Some(why) => {
+                let row = json!({"line": index + 1, "reasons": why, "text": String::from_utf8_lossy(&line)});
+                writeln!(bad, "{row}")?;
+            }
+            None => {
+                writer.write_all(&line)?;
+                writer.write_all(b"\n")?;
+            }
+        }
+    }
+    writer.flush()?;
+    bad.flush()?;
+    drop(writer);
+    let spool = good.into_temp_path();
+    let label = input.label.clone();
+    let input = Input { path: spool.to_path_buf(), label, spool: Some(spool) };
+    Ok(Cleaned { input, aside, num_aside: reasons.len() as u64 })
+}
+
+fn aside_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".invalid.jsonl");
+    PathBuf::from(name)
+}
+
+/// Cuts a valid input into files of at most `max` requests each.
+pub(crate) fn split(input: &Input, max: u64) -> Result<Vec<Input>> {
+    let mut parts: Vec<Input> = Vec::new();
+    let mut current: Option<(std::io::BufWriter<tempfile::NamedTempFile>, u64)> = None;
+    let finish = |writer: std::io::BufWriter<tempfile::NamedTempFile>, parts: &mut Vec<Input>| -> Result {
+        let spool = writer.into_inner().map_err(|err| Failure::from(err.into_error()))?.into_temp_path();
+        let label = format!("{} part {}", input.label, parts.len() + 1);
+        parts.push(Input { path: spool.to_path_buf(), label, spool: Some(spool) });
+        Ok(())
+    };
+    for line in BufReader::new(std::fs::File::open(&input.path)?).split(b'\n') {
+        let line = line?;
+        if line.iter().all(|byte| matches!(byte, b' ' | b'\t' | b'\r')) {
+            continue;
+        }
+        if let Some((writer, _)) = current.take_if(|(_, count)| *count >= max) {
+            finish(writer, &mut parts)?;
+        }
+        let (writer, count) = match &mut current {
+            Some(open) => open,
+            None => {
+                let file = tempfile::Builder::new().prefix("batch-part-").suffix(".jsonl").tempfile()?;
+                current.insert((std::io::BufWriter::new(file), 0))
+            }
+        };
+        writer.write_all(&line)?;
+        writer.write_all(b"\n")?;
+        *count += 1;
+    }
+    if let Some((writer, _)) = current {
+        finish(writer, &mut parts)?;
+    }
+    Ok(parts)
+}

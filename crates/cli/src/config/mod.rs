@@ -199,7 +199,10 @@ fn unknown_key(setting: &Setting, known: &[String]) -> Failure {
 
 fn invalid(setting: &Setting, what: &str) -> Failure {
     let what = what.split(" at line ").next().unwrap_or(what);
-    let value = if sections::is_secret(&setting.key) { "***".to_owned() } else { setting.value.to_string() };
+    let secret = sections::is_secret(&setting.key);
+    let value = if secret { "***".to_owned() } else { setting.value.to_string() };
+    // A parser's words may quote the value.
+    let what = if secret { "not of the right form" } else { what };
     Failure::new(Exit::Usage, format!("invalid setting {} = {value}: {what}", setting.key))
         .code("invalid_config")
         .note(format!("--> {}", setting.origin))

@@ -1,18 +1,13 @@
 //! `batch bench throughput`: the engine alone, requests of equal length all at once,
 //! with the words and JSON keys of `vllm bench throughput`.
 
-use std::sync::Arc;
-use std::time::Instant;
-
 use clap::Args;
-use overnight_engine::request::Class;
-use overnight_engine::{EngineHandle, Event, Request, RequestId, SamplingParams, Sink, StopRules};
-use serde_json::json;
-use tokio::sync::mpsc;
+use overnight_engine::SamplingParams;
+use overnight_engine::bench::{ThroughputOptions, ThroughputReport, run_throughput};
 
 use crate::App;
 use crate::config::Loaded;
-use crate::error::{Exit, Failure, Result};
+use crate::error::{Failure, Result};
 use crate::output::human;
 use crate::service::engine;
 use crate::service::flags::EngineFlags;
@@ -29,6 +24,9 @@ pub(crate) struct ThroughputArgs {
     /// Requests
     #[arg(long, default_value = "32", value_parser = human::parse_count)]
     num_prompts: u64,
+    /// Of each prompt, tokens that all have in common
+    #[arg(long, default_value = "0", value_parser = human::parse_count)]
+    shared_prefix_len: u64,
     /// Runs before the one that counts
     #[arg(long, default_value = "1", value_parser = human::parse_count)]
     num_warmups: u64,
@@ -49,24 +47,34 @@ pub(crate) async fn run(args: ThroughputArgs, app: &App) -> Result {
     let Some(handle) = started.handle else {
         return Err(Failure::usage("this measures the local engine; engine.kind is another one"));
     };
-    let limits = handle.limits();
-    let room = u64::from(limits.max_model_len);
-    if args.input_len == 0 || args.output_len == 0 || args.num_prompts == 0 || args.input_len + args.output_len > room {
-        return Err(Failure::usage(format!(
-            "--input-len, --output-len and --num-prompts must be at least 1, the lengths together at most {room}"
-        )));
-    }
-    let mut elapsed = 0.0;
+    let small = |flag: &str, value: u64| {
+        u32::try_from(value).map_err(|_| Failure::usage(format!("{flag} is too large: {value}")))
+    };
+    let mut report = None;
     for round in 0..=args.num_warmups {
-        elapsed = one_round(&handle, &args, round).await?;
+        let options = ThroughputOptions {
+            input_len: small("--input-len", args.input_len)?,
+            output_len: small("--output-len", args.output_len)?,
+            num_prompts: small("--num-prompts", args.num_prompts)?,
+            shared_prefix_len: small("--shared-prefix-len", args.shared_prefix_len)?,
+            sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+            // A warm-up must not leave the prompts of the next run in the prefix cache.
+            seed: config.engine.local.seed + round,
+        };
+        let done = run_throughput(&handle, &options).await;
+        report = Some(done.map_err(|err| Failure::from_error("measure the engine", &err))?);
     }
     let stop = handle.clone();
-    let _ = tokio::task::spawn_blocking(move || stop.shutdown()).await;
-    let (input, output) = (args.num_prompts * args.input_len, args.num_prompts * args.output_len);
-    let per_second = |count: u64| count as f64 / elapsed;
-    let record = json!({"elapsed_time": elapsed, "num_requests": args.num_prompts, "total_num_tokens": input + output,
-        "requests_per_second": per_second(args.num_prompts), "tokens_per_second": per_second(input + output),
-        "output_tokens_per_second": per_second(output)});
+    let stopped = tokio::task::spawn_blocking(move || stop.shutdown()).await;
+    stopped.map_err(|err| Failure::from_error("stop the engine", &err))?;
+    match report {
+        Some(report) => show(&report, &args, app),
+        None => Ok(()),
+    }
+}
+
+fn show(report: &ThroughputReport, args: &ThroughputArgs, app: &App) -> Result {
+    let record = serde_json::to_string(report).map_err(|err| Failure::from_error("write the figures", &err))?;
     if let Some(path) = &args.output_json {
         std::fs::write(path, format!("{record}\n"))?;
     }
@@ -75,64 +83,18 @@ pub(crate) async fn run(args: ThroughputArgs, app: &App) -> Result {
     }
     app.ui.data(&format!(
         "Throughput: {:.2} requests/s, {:.2} total tokens/s, {:.2} output tokens/s\n\
-         Total num prompt tokens: {input}\nTotal num output tokens: {output}\n",
-        per_second(args.num_prompts),
-        per_second(input + output),
-        per_second(output)
+         Total num prompt tokens: {}\nTotal num output tokens: {}\n\
+         Prefill: {:.2} tokens/s in {:.2} s, decode: {:.2} tokens/s in {:.2} s, {} steps, {} preemptions\n",
+        report.requests_per_second,
+        report.tokens_per_second,
+        report.output_tokens_per_second,
+        report.total_num_tokens - report.output_num_tokens,
+        report.output_num_tokens,
+        report.prefill_tokens_per_second,
+        report.prefill_time,
+        report.decode_tokens_per_second,
+        report.decode_time,
+        report.num_steps,
+        report.num_preemptions
     ))
-}
-
-/// Seconds from the first submission to the last token.
-async fn one_round(handle: &EngineHandle, args: &ThroughputArgs, round: u64) -> Result<f64> {
-    let vocab_size = handle.limits().vocab_size;
-    let output_len = u32::try_from(args.output_len).map_err(|_| Failure::usage("--output-len is too large"))?;
-    // Prompts that share no prefix with each other or with an earlier round.
-    let requests: Vec<Request> = (0..args.num_prompts)
-        .map(|index| {
-            let mut state = (round << 32 | index).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-            let prompt = (0..args.input_len).map(|_| {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                u32::try_from(state % u64::from(vocab_size.max(2) - 1)).expect("below a u32") + 1
-            });
-            Request {
-                id: RequestId::next(),
-                class: Class::Job,
-                prompt: prompt.collect(),
-                sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
-                stop: StopRules { max_tokens: output_len, ignore_eos: true, ..StopRules::default() },
-                logprobs: None,
-                prompt_logprobs: None,
-                skip_special_tokens: true,
-                stream: false,
-            }
-        })
-        .collect();
-    let (send, mut events) = mpsc::unbounded_channel::<Vec<Event>>();
-    let sink: Sink = Arc::new(move |batch| send.send(batch).is_ok());
-    let start = Instant::now();
-    let submitting = handle.submit(requests, sink);
-    let counting = async {
-        let mut open = args.num_prompts;
-        while open > 0 {
-            let Some(events) = events.recv().await else {
-                return Err(Failure::new(Exit::Failure, "the engine stopped before the last token"));
-            };
-            for event in events {
-                match event {
-                    Event::Failed { error, .. } => {
-                        return Err(Failure::new(Exit::Failure, format!("a request failed: {error}")));
-                    }
-                    Event::Output(output) if output.finish.is_some() => open -= 1,
-                    Event::Output(_) => {}
-                }
-            }
-        }
-        Ok(())
-    };
-    let (submitted, counted) = tokio::join!(submitting, counting);
-    submitted.map_err(|err| Failure::from_error("submit the requests", &err))?;
-    counted?;
-    Ok(start.elapsed().as_secs_f64())
 }

@@ -1,0 +1,7 @@
+//! The binary as people and scripts meet it: help, exit codes, streams, settings, and
+//! whole sessions against a real server with the instant engine.
+
+mod harness;
+mod offline;
+mod server;
+mod terminal;

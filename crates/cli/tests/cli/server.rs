@@ -1,0 +1,326 @@
+//! Sessions against a real server with the instant engine.
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::harness::{Home, LIMIT, Server, answering, items, signal, wait};
+
+#[test]
+fn good_session_from_submit_to_results() {
+    let home = Home::new();
+    let server = Server::instant(&home);
+    home.file("big.jsonl", &items(200, "m"));
+    let id = home.batch(&["submit", "big.jsonl"]).expect(0).stdout;
+    assert!(id.starts_with("batch_") && id.lines().count() == 1, "the id, nothing else: {id:?}");
+    let said = home.batch(&["status", "last", "--wait", "--exit-status", "--json"]).expect(0);
+    assert_eq!(said.json()["status"], "completed");
+    home.batch(&["results", "last", "-o", "out.jsonl"]).expect(0);
+    let output = home.read("out.jsonl");
+    assert_eq!(output.lines().count(), 200);
+    assert_eq!(home.batch(&["results", &id.trim()[..20]]).expect(0).stdout, output, "stdout, by prefix: the same bytes");
+    let said = home.batch(&["results", "last", "--field", "response.body.choices.0.text"]).expect(0);
+    assert_eq!(said.stdout.lines().next(), Some("positive"));
+    let said = home.batch(&["results", "last", "--format", "csv"]).expect(0);
+    assert_eq!(said.stdout.lines().nth(1), Some("c0,200,positive,stop,"));
+    let said = home.batch(&["results", "last", "--join", "big.jsonl"]).expect(0);
+    let first: Value = serde_json::from_str(said.stdout.lines().next().expect("a line")).expect("JSON");
+    assert_eq!((first["custom_id"].as_str(), first["input"]["prompt"].as_str()), (Some("c0"), Some("p0")));
+    let said = home.batch(&["show", "last", "c7", "--json"]).expect(0);
+    assert_eq!(said.json()["line"], 8);
+    let said = home.batch(&["show", "last", "3", "--line", "--json"]).expect(0);
+    assert_eq!(said.json()["custom_id"], "c2");
+    assert_eq!(server.terminate(), 0, "a drained server exits 0");
+}
+
+#[test]
+fn stdin_to_stdout_in_one_line() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    let said = home.batch_fed(&items(5, "m"), &["submit", "-", "--wait", "--results", "-"]).expect(0);
+    assert_eq!(said.stdout.lines().count(), 5, "{said:?}");
+    assert!(said.stdout.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{said:?}");
+}
+
+#[test]
+fn json_is_pure_for_every_command() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(3, "m"));
+    home.batch(&["submit", "in.jsonl", "--wait", "--json"]).expect(0).json();
+    let file = home.batch(&["files", "upload", "in.jsonl"]).expect(0).stdout.trim().to_owned();
+    let good: &[&[&str]] = &[
+        &["status"],
+        &["status", "last"],
+        &["list"],
+        &["show", "last", "c0"],
+        &["errors", "last"],
+        &["validate", "in.jsonl"],
+        &["files", "list"],
+        &["files", "get", &file, "-o", "copy"],
+        &["models", "list"],
+        &["config", "show"],
+        &["config", "path"],
+        &["db", "check"],
+        &["version"],
+        &["submit", "in.jsonl", "--dry-run"],
+        &["resume", "--all-interrupted"],
+    ];
+    for arguments in good {
+        let said = home.batch(&[arguments, &["--json"][..]].concat()).expect(0);
+        assert!(!said.stdout.contains('\x1b'), "{arguments:?}");
+        if !said.stdout.is_empty() {
+            said.json();
+        }
+    }
+    let bad: &[&[&str]] = &[
+        &["status", "batch_0000000000000000000000000000dead"],
+        &["show", "last", "nobody"],
+        &["resume", "last"],
+        &["retry", "last"],
+        &["cancel", "last", "--yes"],
+        &["results", "@{99}"],
+        &["files", "get", "file-00000000000000000000000000000000"],
+        &["models", "pull", "no-such-model"],
+        &["validate", "missing.jsonl"],
+        &["nonsense"],
+    ];
+    for arguments in bad {
+        let said = home.batch(&[arguments, &["--json"][..]].concat());
+        assert_ne!(said.code, 0, "{arguments:?}");
+        assert_eq!(said.stdout, "", "{arguments:?}");
+        let error: Value = serde_json::from_str(&said.stderr).unwrap_or_else(|err| panic!("{arguments:?} {err}: {said:?}"));
+        assert!(error["error"]["message"].is_string(), "{error}");
+    }
+}
+
+#[test]
+fn piped_stdout_holds_data_only() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(3, "m"));
+    home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
+    let said = home.batch(&["list"]).expect(0);
+    let cells: Vec<&str> = said.stdout.trim_end().split('\t').collect();
+    assert_eq!(cells.len(), 7, "{said:?}");
+    assert_eq!((cells[1], cells[2], cells[3]), ("completed", "3/3", "0"));
+    assert!(cells[0].len() == 38 && cells[4].ends_with('Z'), "full ids and absolute times: {said:?}");
+    let said = home.batch(&["list", "--output", "id"]).expect(0);
+    assert_eq!(said.stdout.trim(), cells[0]);
+    let said = home.batch(&["list", "--fields", "status,request_counts.total"]).expect(0);
+    assert_eq!(said.stdout, "completed\t3\n");
+}
+
+#[test]
+fn failed_requests_are_exit_3_and_grouped() {
+    let home = Home::new();
+    let url = answering("400 Bad Request", r#"{"error":{"message":"no","type":"invalid_request_error","param":null,"code":"too_odd"}}"#);
+    let kind = format!("engine.base_urls=[\"{url}\"]");
+    let _server = Server::start(&home, &["--set", "engine.kind=openai", "--set", &kind]);
+    home.file("in.jsonl", &items(4, "m"));
+    home.batch(&["submit", "in.jsonl", "--wait"]).expect(3);
+    home.batch(&["status", "last"]).expect(0);
+    home.batch(&["status", "last", "--exit-status"]).expect(3);
+    home.batch(&["results", "last", "-o", "out.jsonl"]).expect(0);
+    assert_eq!(home.read("out.jsonl"), "");
+    assert_eq!(home.read("out.errors.jsonl").lines().count(), 4);
+    let said = home.batch(&["errors", "last", "--json"]).expect(0);
+    assert_eq!(said.json()[0]["count"], 4, "{said:?}");
+    let said = home.batch(&["resume", "last"]).expect(0);
+    assert!(said.stderr.contains("0 kept; 4 failed and 0 unfinished will run"), "{said:?}");
+    home.batch(&["status", "last", "--wait"]).expect(3);
+    // The same in one process.
+    let arguments = ["run", "in.jsonl", "-o", "two.jsonl", "--set", "engine.kind=openai", "--set", &kind, "--data-dir", "own"];
+    home.batch(&arguments).expect(3);
+    assert_eq!(home.read("two.errors.jsonl").lines().count(), 4);
+}
+
+#[test]
+fn batch_that_failed_is_exit_8_with_its_reason() {
+    let home = Home::new();
+    let names = "engine.served_model_name=[\"only\"]";
+    let _server = Server::start(&home, &["--set", "engine.kind=instant", "--set", names]);
+    home.file("in.jsonl", &items(2, "other"));
+    let said = home.batch(&["submit", "in.jsonl", "--wait"]).expect(8);
+    assert!(said.stderr.contains("model_not_found"), "{said:?}");
+    home.batch(&["resume", "last"]).expect(6);
+}
+
+#[test]
+fn key_is_asked_for_with_exit_4() {
+    let home = Home::new();
+    home.file("keys", "sk-right\n");
+    home.file("wrong", "sk-wrong\n");
+    let _server = Server::start(&home, &["--set", "engine.kind=instant", "--api-key-file", "keys"]);
+    let said = home.batch(&["list"]).expect(4);
+    assert!(said.stderr.contains("BATCH_API_KEY"), "{said:?}");
+    home.batch(&["list", "--api-key-file", "wrong"]).expect(4);
+    home.batch(&["list", "--api-key-file", "keys"]).expect(0);
+    home.batch_with(&[("BATCH_API_KEY", "sk-right")], &["list"]).expect(0);
+}
+
+#[test]
+fn what_is_not_there_is_exit_5() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.batch(&["status", "batch_0000000000000000000000000000dead"]).expect(5);
+    home.batch(&["status", "0193456789ab"]).expect(5);
+    home.batch(&["status", "last"]).expect(5);
+    home.batch(&["submit", "missing.jsonl"]).expect(5);
+    let said = home.batch(&["status"]).expect(0);
+    assert!(said.stderr.contains("batch submit"), "the first steps: {said:?}");
+}
+
+/// A paused batch never ends: waiting for it can only be given up.
+fn paused(home: &Home) -> String {
+    home.file("in.jsonl", &items(20_000, "m"));
+    let id = home.batch(&["submit", "in.jsonl"]).expect(0).stdout.trim().to_owned();
+    home.batch(&["pause", &id]);
+    id
+}
+
+#[test]
+fn waiting_past_the_limit_is_exit_124_and_ctrl_c_130() {
+    let home = Home::new();
+    // Nobody runs anything here.
+    let _server = Server::start(&home, &["--no-worker", "--set", "engine.kind=instant"]);
+    let id = paused(&home);
+    let said = home.batch(&["status", &id, "--wait", "--timeout", "300ms"]).expect(124);
+    assert!(said.stderr.contains("batch status batch_"), "{said:?}");
+    let mut child = home
+        .command(&["status", &id, "--watch"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("starts");
+    let mut stderr = std::io::BufReader::new(child.stderr.take().expect("a pipe"));
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut stderr, &mut line).expect("the first progress line");
+    assert!(line.starts_with("batch_") && !line.contains('\r'), "{line:?}");
+    signal(&child, rustix::process::Signal::INT);
+    assert_eq!(wait(&mut child), 130);
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut stderr, &mut rest).expect("stderr ends");
+    assert!(rest.contains("still running on the server; \"batch status batch_"), "{rest:?}");
+}
+
+#[test]
+fn cancel_asks_and_resume_runs_the_rest() {
+    let home = Home::new();
+    let server = Server::start(&home, &["--no-worker", "--set", "engine.kind=instant"]);
+    let id = paused(&home);
+    let said = home.batch(&["cancel", &id]).expect(2);
+    assert!(said.stderr.contains("--yes"), "{said:?}");
+    home.batch(&["cancel", &id, "--yes"]).expect(0);
+    home.batch(&["status", &id, "--wait"]).expect(8);
+    drop(server);
+    let _server = Server::instant(&home);
+    home.batch(&["resume", &id, "--wait"]).expect(0);
+    assert_eq!(home.batch(&["results", &id]).expect(0).stdout.lines().count(), 20_000);
+}
+
+#[test]
+fn bad_lines_are_left_out_on_demand() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &(items(3, "m") + "broken\n"));
+    home.batch(&["submit", "in.jsonl"]).expect(6);
+    let said = home.batch(&["submit", "in.jsonl", "--on-invalid", "skip", "--wait"]).expect(0);
+    assert!(said.stderr.contains("in.jsonl.invalid.jsonl"), "{said:?}");
+    assert_eq!(home.batch(&["results", "last"]).expect(0).stdout.lines().count(), 3);
+    assert!(home.read("in.jsonl.invalid.jsonl").contains("invalid_json_line"));
+}
+
+#[test]
+fn split_makes_batches_of_at_most_n() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(25, "m"));
+    let said = home.batch(&["submit", "in.jsonl", "--split", "10", "--wait"]).expect(0);
+    assert_eq!(said.stdout.lines().count(), 3, "{said:?}");
+    let said = home.batch(&["list", "--fields", "request_counts.total"]).expect(0);
+    assert_eq!(said.stdout, "5\n10\n10\n", "newest first");
+}
+
+#[test]
+fn same_key_submits_once() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(2, "m"));
+    home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
+    let ids = home.batch(&["list", "--output", "id"]).expect(0).stdout;
+    assert_eq!(ids.lines().count(), 1);
+}
+
+#[test]
+fn interrupted_download_goes_on_with_equal_bytes() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(2_000, "m"));
+    home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
+    home.batch(&["results", "last", "-o", "whole.jsonl"]).expect(0);
+    let whole = home.read("whole.jsonl");
+    let batch = home.batch(&["status", "last", "--json"]).expect(0).json();
+    let file = batch["output_file_id"].as_str().expect("published");
+    // What a kill leaves: bytes, and the notes of some of them.
+    home.file("out.jsonl.partial", &whole[..5_000]);
+    home.file("out.jsonl.partial.json", &format!(r#"{{"file_id":"{file}","bytes":4000}}"#));
+    home.batch(&["results", "last", "-o", "out.jsonl", "--resume"]).expect(0);
+    assert!(home.read("out.jsonl") == whole, "the bytes are equal");
+    assert!(!home.path().join("out.jsonl.partial").exists());
+}
+
+#[test]
+fn server_killed_in_the_middle_goes_on_by_itself() {
+    let home = Home::new();
+    let server = Server::instant(&home);
+    home.file("in.jsonl", &items(50_000, "m"));
+    let id = home.batch(&["submit", "in.jsonl"]).expect(0).stdout.trim().to_owned();
+    drop(server);
+    let _ = std::fs::remove_file(home.path().join("overnight-data/server.json"));
+    let _server = Server::instant(&home);
+    home.batch(&["status", &id, "--wait", "--exit-status"]).expect(0);
+    assert_eq!(home.batch(&["results", &id]).expect(0).stdout.lines().count(), 50_000);
+}
+
+#[test]
+fn run_refuses_a_data_folder_that_a_server_holds() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(2, "m"));
+    let said = home.batch(&["run", "in.jsonl", "-o", "out.jsonl", "--set", "engine.kind=instant"]).expect(1);
+    assert!(said.stderr.contains("batch submit") && said.stderr.contains("--data-dir"), "{said:?}");
+}
+
+#[test]
+fn run_killed_and_repeated_ends_like_one_run() {
+    let home = Home::new();
+    home.file("in.jsonl", &items(60_000, "m"));
+    let arguments = ["run", "in.jsonl", "-o", "out.jsonl", "--set", "engine.kind=instant"];
+    let mut child = home
+        .command(&arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("starts");
+    // Killed once something is committed, or at its end when it was faster than we looked.
+    let objects = home.path().join("overnight-data/objects/jobs");
+    let start = Instant::now();
+    while !objects.is_dir() && child.try_wait().expect("asked").is_none() {
+        assert!(start.elapsed() < LIMIT, "nothing was committed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+    home.batch(&arguments).expect(0);
+    let output = home.read("out.jsonl");
+    assert_eq!(output.lines().count(), 60_000);
+    let ids: Vec<Value> = output
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).expect("JSON")["custom_id"].clone())
+        .collect();
+    assert!(ids.iter().enumerate().all(|(index, id)| *id == format!("c{index}")), "input order, each once");
+}

@@ -51,7 +51,8 @@ impl Input {
 
     /// A name for the server, which takes `.jsonl` only.
     pub(crate) fn upload_name(&self) -> String {
-        let name = if self.spool.is_some() { "stdin.jsonl".to_owned() } else { crate::commands::files::file_name(&self.path) };
+        let name =
+            if self.spool.is_some() { "stdin.jsonl".to_owned() } else { crate::commands::files::file_name(&self.path) };
         if name.ends_with(".jsonl") { name } else { format!("{name}.jsonl") }
     }
 }
@@ -75,7 +76,12 @@ pub(crate) fn endpoint(input: &Input, asked: Option<Endpoint>) -> Result<Endpoin
         }
     }
     Ok(match first_other {
-        Some(why) => return Err(Failure::new(Exit::InvalidInput, format!("the url of the first line is no endpoint here: {why}"))),
+        Some(why) => {
+            return Err(Failure::new(
+                Exit::InvalidInput,
+                format!("the url of the first line is no endpoint here: {why}"),
+            ));
+        }
         // The check that follows says what is wrong with the lines.
         None => Endpoint::ChatCompletions,
     })
@@ -107,9 +113,8 @@ pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize
         None => first.message.clone(),
     };
     let place = first.line.map_or(String::new(), |line| format!(":{line}"));
-    let mut failure = Failure::new(Exit::InvalidInput, message)
-        .code(first.code.as_str())
-        .note(format!("--> {}{place}", input.label));
+    let mut failure =
+        Failure::new(Exit::InvalidInput, message).code(first.code.as_str()).note(format!("--> {}{place}", input.label));
     if let Some(text) = first.line.and_then(|line| line_text(&input.path, line)) {
         failure = failure.note(format!("|  {}", shorten(&text, 100)));
     }
@@ -122,7 +127,8 @@ pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize
             findings.counts.iter().map(|(code, count)| format!("{} {}", human::count(*count), code.as_str())).collect();
         failure = failure.note(format!("= {} problems: {}", human::count(findings.total), counts.join(", ")));
     }
-    let bad_lines = report.findings.kept.iter().filter_map(|finding| finding.line).collect::<std::collections::BTreeSet<_>>();
+    let bad_lines =
+        report.findings.kept.iter().filter_map(|finding| finding.line).collect::<std::collections::BTreeSet<_>>();
     let others = report.requests.saturating_sub(bad_lines.len() as u64);
     if findings.total as usize <= findings.kept.len() && !bad_lines.is_empty() && others > 0 {
         return failure.hint(format!(

@@ -49,7 +49,11 @@ pub(crate) async fn run(args: DbArgs, app: &App) -> Result {
             } else {
                 format!("{} went from version {} to {}", path.display(), before.found, before.needed)
             };
-            answer(app, json!({"database": path.to_string_lossy(), "before": before.found, "version": before.needed}), &text)
+            answer(
+                app,
+                json!({"database": path.to_string_lossy(), "before": before.found, "version": before.needed}),
+                &text,
+            )
         }
         DbCommand::Check => check(&config, app).await,
         DbCommand::Backup { to } => {

@@ -98,7 +98,11 @@ pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
             checks.push(port(&config));
             checks.extend(model(&config).await);
         }
-        Err(failure) => checks.push(Check::fail("configuration", failure.message(), "correct it; `batch config path` lists the files")),
+        Err(failure) => checks.push(Check::fail(
+            "configuration",
+            failure.message(),
+            "correct it; `batch config path` lists the files",
+        )),
     }
     show(&checks, app)?;
     if checks.iter().any(|check| check.verdict == Verdict::Fail) {
@@ -170,7 +174,15 @@ async fn database(config: &Config) -> Check {
             match answer {
                 Ok(now) => {
                     let skew = now.since(overnight_types::Timestamp::now());
-                    Check::pass(name, format!("{} answers, version {}, {size}, clock {}", path.display(), state.found, if skew.as_secs() > 1 { "ahead" } else { "in step" }))
+                    Check::pass(
+                        name,
+                        format!(
+                            "{} answers, version {}, {size}, clock {}",
+                            path.display(),
+                            state.found,
+                            if skew.as_secs() > 1 { "ahead" } else { "in step" }
+                        ),
+                    )
                 }
                 Err(err) => Check::fail(name, overnight_types::chain(&err), "batch db check"),
             }
@@ -207,7 +219,9 @@ async fn objects(config: &Config) -> Check {
                 Err(err) => return Check::fail(name, err.to_string(), remedy),
             };
             match Blobs::local(scratch.path()) {
-                Ok(_) => return Check::pass(name, format!("none yet at {}; the first start makes it", folder.display())),
+                Ok(_) => {
+                    return Check::pass(name, format!("none yet at {}; the first start makes it", folder.display()));
+                }
                 Err(err) => return Check::fail(name, overnight_types::chain(&err), remedy),
             }
         }

@@ -9,9 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use futures::StreamExt;
 use overnight_blobs::{Blobs, ObjectName};
-use overnight_store::{
-    FilePurpose, Files, IdempotencyKey, InsertJob, Job, Jobs, NewFile, NewJob, Reopen, ReopenItems,
-};
+use overnight_store::{FilePurpose, Files, IdempotencyKey, InsertJob, Job, Jobs, NewFile, NewJob, Reopen, ReopenItems};
 use overnight_types::{Endpoint, FileId, JobId, JobState, OutcomeCounts};
 use overnight_worker::WorkerHandle;
 use overnight_worker::lock::DataDirUse;
@@ -250,13 +248,7 @@ async fn reopen(place: &Place, job: Job, ui: &Ui) -> Result<Job> {
 }
 
 /// Loads the engine, works until the job has ended, and stops the worker in order.
-async fn work(
-    config: &crate::config::Config,
-    place: &Place,
-    job: JobId,
-    app: &App,
-    stops: &mut Stops,
-) -> Result<Job> {
+async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &App, stops: &mut Stops) -> Result<Job> {
     let (to_load, ui) = (config.clone(), app.ui.clone());
     let mut loading = tokio::task::spawn_blocking(move || engine::start(&to_load, |text| ui.say(text)));
     let started = tokio::select! {
@@ -333,7 +325,8 @@ async fn until_ended(place: &Place, id: JobId, display: &mut Display, timeout: O
 /// Copies the published files to where they were asked for.
 async fn publish(blobs: &Blobs, place: &Place, job: &Job, output: &Path, app: &App) -> Result {
     if job.state == JobState::Failed {
-        let errors: Value = job.errors.as_deref().and_then(|text| serde_json::from_str(text).ok()).unwrap_or(Value::Null);
+        let errors: Value =
+            job.errors.as_deref().and_then(|text| serde_json::from_str(text).ok()).unwrap_or(Value::Null);
         let batch = json!({"errors": errors});
         let mut failure = Failure::new(Exit::InvalidInput, "the input is not valid, nothing ran");
         for problem in batches::problems(&batch).lines() {

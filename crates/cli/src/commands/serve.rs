@@ -57,9 +57,8 @@ impl ServeArgs {
         let mut settings = self.engine.settings();
         settings.extend(self.host.as_deref().map(|host| Setting::flag("--host", "api.host", host)));
         settings.extend(self.port.map(|port| Setting::flag("--port", "api.port", port)));
-        settings.extend(
-            self.stats_interval.map(|every| Setting::flag("--stats-interval", "log.stats_interval_s", every)),
-        );
+        settings
+            .extend(self.stats_interval.map(|every| Setting::flag("--stats-interval", "log.stats_interval_s", every)));
         if let Some(path) = &app.globals.api_key_file {
             settings.push(Setting::flag("--api-key-file", "api.api_keys_file", crate::config::path_text(path)?));
         }
@@ -94,8 +93,8 @@ fn refuse_open_door(config: &Config, insecure: bool) -> Result {
 async fn bind(config: &Config) -> Result<TcpListener> {
     let host = config.api.host.trim_start_matches('[').trim_end_matches(']');
     TcpListener::bind((host, config.api.port)).await.map_err(|err| {
-        let failure =
-            Failure::new(Exit::Failure, format!("could not listen on {host}:{}: {err}", config.api.port)).code("not_listening");
+        let failure = Failure::new(Exit::Failure, format!("could not listen on {host}:{}: {err}", config.api.port))
+            .code("not_listening");
         match err.kind() {
             std::io::ErrorKind::AddrInUse => failure.hint("another server runs there; choose one with --port"),
             _ => failure,
@@ -204,13 +203,7 @@ impl Server {
         tracing::info!("ready: {}, models {}", started.producer, engine::served_names(config).join(", "));
         if config.log.stats_interval_s > 0 {
             let every = Duration::from_secs(config.log.stats_interval_s);
-            tokio::spawn(stats::log(
-                started.generate,
-                started.handle,
-                place.shared_store(),
-                every,
-                stop_stats.clone(),
-            ));
+            tokio::spawn(stats::log(started.generate, started.handle, place.shared_store(), every, stop_stats.clone()));
         }
         Ok(worker)
     }

@@ -108,7 +108,8 @@ pub(crate) async fn run(args: SubmitArgs, app: &App) -> Result {
 fn metadata(pairs: &[String]) -> Result<Value> {
     let mut map = Map::new();
     for pair in pairs {
-        let (key, value) = pair.split_once('=').ok_or_else(|| Failure::usage(format!("--metadata wants KEY=VALUE: {pair}")))?;
+        let (key, value) =
+            pair.split_once('=').ok_or_else(|| Failure::usage(format!("--metadata wants KEY=VALUE: {pair}")))?;
         map.insert(key.to_owned(), Value::from(value));
     }
     Ok(if map.is_empty() { Value::Null } else { Value::Object(map) })

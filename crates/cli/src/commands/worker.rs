@@ -27,8 +27,7 @@ pub(crate) struct WorkerArgs {
 pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
     let mut stops = Stops::listen()?;
     let mut settings = args.engine.settings();
-    settings
-        .extend(args.stats_interval.map(|every| Setting::flag("--stats-interval", "log.stats_interval_s", every)));
+    settings.extend(args.stats_interval.map(|every| Setting::flag("--stats-interval", "log.stats_interval_s", every)));
     let config = Loaded::read(&app.globals, settings)?.config;
     engine::check(&config)?;
     logging::start(&config.log)?;
@@ -44,9 +43,8 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
             std::process::exit(0);
         }
     };
-    let worker = place
-        .start_worker(&config, Some((started.generate.clone(), started.mapper, started.producer.clone())))
-        .await?;
+    let worker =
+        place.start_worker(&config, Some((started.generate.clone(), started.mapper, started.producer.clone()))).await?;
     tracing::info!("ready: {} as {}", started.producer, worker.id());
     let stop_stats = CancellationToken::new();
     if config.log.stats_interval_s > 0 {

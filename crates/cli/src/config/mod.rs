@@ -18,7 +18,8 @@ use serde_json::{Map, Value};
 
 pub(crate) use layers::{Origin, Setting, files_read, parse_file, path_text};
 pub(crate) use sections::{
-    DatabaseSection, EngineKind, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry, ModelFile, ObjectsSection,
+    DatabaseSection, EngineKind, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry, ModelFile,
+    ObjectsSection,
 };
 pub(crate) use show::ShownSetting;
 

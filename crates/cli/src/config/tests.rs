@@ -38,17 +38,15 @@ fn default_toml_names_every_key() {
             named.insert(format!("{section}{key}"));
         }
     }
-    let missing: Vec<String> =
-        known_keys().into_iter().filter(|key| key != "models" && !named.contains(key)).collect();
+    let missing: Vec<String> = known_keys().into_iter().filter(|key| key != "models" && !named.contains(key)).collect();
     assert!(missing.is_empty(), "config/default.toml lacks {missing:?}");
 }
 
 #[test]
 fn files_in_config_are_valid() {
-    for text in [
-        include_str!("../../../../config/dev.toml"),
-        include_str!("../../../../config/production.example.toml"),
-    ] {
+    for text in
+        [include_str!("../../../../config/dev.toml"), include_str!("../../../../config/production.example.toml")]
+    {
         Loaded::from_settings(file(text)).unwrap();
     }
 }
@@ -108,7 +106,10 @@ fn database_that_is_not_built_is_refused_by_name() {
 
 #[test]
 fn secrets_are_never_shown() {
-    let loaded = Loaded::from_settings(file("[engine]\nkind = \"openai\"\nbase_urls = [\"http://a\"]\napi_key = \"hush\"\n[api]\napi_keys = [\"quiet\"]\n")).unwrap();
+    let loaded = Loaded::from_settings(file(
+        "[engine]\nkind = \"openai\"\nbase_urls = [\"http://a\"]\napi_key = \"hush\"\n[api]\napi_keys = [\"quiet\"]\n",
+    ))
+    .unwrap();
     let shown: String = loaded.shown().iter().map(|setting| format!("{} {}\n", setting.key, setting.value)).collect();
     assert!(!shown.contains("hush") && !shown.contains("quiet"), "{shown}");
     assert!(shown.contains("engine.api_key \"***\""), "{shown}");
@@ -118,7 +119,8 @@ fn secrets_are_never_shown() {
 
 #[test]
 fn human_units_are_taken_where_a_number_is_wanted() {
-    let loaded = Loaded::from_settings(file("[engine]\nkv_cache_memory_bytes = \"2GiB\"\nmax_model_len = \"4k\"\n")).unwrap();
+    let loaded =
+        Loaded::from_settings(file("[engine]\nkv_cache_memory_bytes = \"2GiB\"\nmax_model_len = \"4k\"\n")).unwrap();
     assert_eq!(loaded.config.engine.local.kv_cache_memory_bytes, Some(2 << 30));
     assert_eq!(loaded.config.engine.local.max_model_len, Some(4_000));
 }

@@ -100,8 +100,7 @@ fn start_remote(config: &Config) -> Result<Started> {
         request_timeout: config.worker.request_timeout_remote,
         ..RemoteConfig::default()
     };
-    let generate =
-        RemoteGenerate::new(remote).map_err(|err| Failure::from_error("set up the remote engine", &err))?;
+    let generate = RemoteGenerate::new(remote).map_err(|err| Failure::from_error("set up the remote engine", &err))?;
     Ok(Started {
         generate: Arc::new(generate),
         mapper: Mapper::remote(names),

@@ -39,16 +39,22 @@ impl Place {
     pub(crate) async fn open(config: &Config, usage: DataDirUse) -> Result<Self> {
         let data_dir = std::path::absolute(config.data_dir())?;
         let lock = DataDirLock::take(&data_dir, usage).map_err(|err| {
-            let code = if matches!(err, overnight_worker::Error::DataDirInUse { .. }) { "data_dir_in_use" } else { "data_dir" };
+            let code = if matches!(err, overnight_worker::Error::DataDirInUse { .. }) {
+                "data_dir_in_use"
+            } else {
+                "data_dir"
+            };
             Failure::new(Exit::Failure, overnight_types::chain(&err)).code(code)
         })?;
         let store = open_store(config, true).await?;
         let url = config.objects_url()?;
         if let Some(path) = url.strip_prefix("file://") {
-            std::fs::create_dir_all(path)
-                .map_err(|err| Failure::new(Exit::Failure, format!("could not make the objects' folder {path}: {err}")))?;
+            std::fs::create_dir_all(path).map_err(|err| {
+                Failure::new(Exit::Failure, format!("could not make the objects' folder {path}: {err}"))
+            })?;
         }
-        let blobs = Blobs::open(&url).map_err(|err| Failure::from_error(&format!("open the objects at {url}"), &err))?;
+        let blobs =
+            Blobs::open(&url).map_err(|err| Failure::from_error(&format!("open the objects at {url}"), &err))?;
         Ok(Self { data_dir, store, blobs, _lock: lock })
     }
 
@@ -58,7 +64,11 @@ impl Place {
     }
 
     /// What a worker on this place is made of.
-    pub(crate) fn worker_parts(&self, config: &Config, engine: Option<(Arc<dyn Generate>, Mapper, String)>) -> WorkerParts {
+    pub(crate) fn worker_parts(
+        &self,
+        config: &Config,
+        engine: Option<(Arc<dyn Generate>, Mapper, String)>,
+    ) -> WorkerParts {
         let (generate, mapper, producer) = match engine {
             Some((generate, mapper, producer)) => (Some(generate), Some(mapper), producer),
             None => (None, None, producer("no engine")),

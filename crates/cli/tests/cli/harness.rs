@@ -119,7 +119,8 @@ impl Server {
         let stderr = std::fs::File::create(&log).expect("a log file");
         let mut all = vec!["serve", "--port", "0"];
         all.extend(arguments);
-        let child = home.command(&all).stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().expect("starts");
+        let child =
+            home.command(&all).stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().expect("starts");
         let mut server = Self { child, log };
         let card = home.path().join("overnight-data/server.json");
         let start = Instant::now();

@@ -23,8 +23,29 @@ fn help_is_as_agreed() {
 fn every_command_has_help_within_100_columns() {
     let home = Home::new();
     for name in [
-        "submit", "status", "resume", "results", "list", "show", "errors", "pause", "cancel", "retry", "validate",
-        "prepare", "run", "serve", "worker", "models", "files", "config", "db", "bench", "doctor", "completions", "man",
+        "submit",
+        "status",
+        "resume",
+        "results",
+        "list",
+        "show",
+        "errors",
+        "pause",
+        "cancel",
+        "retry",
+        "validate",
+        "prepare",
+        "run",
+        "serve",
+        "worker",
+        "models",
+        "files",
+        "config",
+        "db",
+        "bench",
+        "doctor",
+        "completions",
+        "man",
         "version",
     ] {
         let said = home.batch(&[name, "--help"]).expect(0);
@@ -69,7 +90,11 @@ fn setting_out_of_range_stops_with_its_origin() {
     let home = Home::new();
     home.file("overnight.toml", "[engine]\nblock_size = 48\n");
     let said = home.batch(&["config", "show"]).expect(2);
-    assert!(said.stderr.contains("engine.block_size = 48") && said.stderr.contains("overnight.toml:2"), "{}", said.stderr);
+    assert!(
+        said.stderr.contains("engine.block_size = 48") && said.stderr.contains("overnight.toml:2"),
+        "{}",
+        said.stderr
+    );
     home.file("overnight.toml", "");
     let said = home.batch_with(&[("OVERNIGHT_WORKER__LEASE_TTL", "never")], &["config", "show"]).expect(2);
     assert!(said.stderr.contains("environment OVERNIGHT_WORKER__LEASE_TTL"), "{}", said.stderr);
@@ -84,8 +109,7 @@ fn config_show_names_each_origin() {
     let home = Home::new();
     home.file("overnight.toml", "# mine\n[worker]\nattempts_max = 7\n");
     let variables = [("OVERNIGHT_API__PORT", "8123"), ("OVERNIGHT_DATA_DIR", "elsewhere")];
-    let said =
-        home.batch_with(&variables, &["config", "show", "--changed", "--set", "engine.block_size=32"]).expect(0);
+    let said = home.batch_with(&variables, &["config", "show", "--changed", "--set", "engine.block_size=32"]).expect(0);
     insta::assert_snapshot!("config_changed", said.stdout);
     let said = home.batch(&["config", "show", "--json"]).expect(0);
     let all = said.json();
@@ -138,8 +162,22 @@ fn prepared_lines_are_valid_and_stable() {
     home.file("reviews.csv", "id,text\nr1,\"good, really\"\nr2,bad\n");
     home.file("prompt.j2", "Review: {{ text }}\nLabel:");
     let arguments = [
-        "prepare", "reviews.csv", "-o", "items.jsonl", "--model", "m", "--template", "prompt.j2", "--id-field", "id",
-        "--endpoint", "/v1/completions", "--max-tokens", "2", "--temperature", "0",
+        "prepare",
+        "reviews.csv",
+        "-o",
+        "items.jsonl",
+        "--model",
+        "m",
+        "--template",
+        "prompt.j2",
+        "--id-field",
+        "id",
+        "--endpoint",
+        "/v1/completions",
+        "--max-tokens",
+        "2",
+        "--temperature",
+        "0",
     ];
     home.batch(&arguments).expect(0);
     let first = home.read("items.jsonl");
@@ -271,7 +309,8 @@ fn closed_pipe_is_a_quiet_success() {
     let script = format!("set -o pipefail; '{program}' config show --json | head -c 1 >/dev/null; echo $?");
     let output = home.command(&[]).get_program().to_owned();
     drop(output);
-    let said = std::process::Command::new("bash").args(["-c", &script]).current_dir(home.path()).output().expect("bash");
+    let said =
+        std::process::Command::new("bash").args(["-c", &script]).current_dir(home.path()).output().expect("bash");
     assert_eq!(String::from_utf8_lossy(&said.stdout), "0\n");
     assert_eq!(String::from_utf8_lossy(&said.stderr), "");
 }

@@ -19,7 +19,11 @@ fn good_session_from_submit_to_results() {
     home.batch(&["results", "last", "-o", "out.jsonl"]).expect(0);
     let output = home.read("out.jsonl");
     assert_eq!(output.lines().count(), 200);
-    assert_eq!(home.batch(&["results", &id.trim()[..20]]).expect(0).stdout, output, "stdout, by prefix: the same bytes");
+    assert_eq!(
+        home.batch(&["results", &id.trim()[..20]]).expect(0).stdout,
+        output,
+        "stdout, by prefix: the same bytes"
+    );
     let said = home.batch(&["results", "last", "--field", "response.body.choices.0.text"]).expect(0);
     assert_eq!(said.stdout.lines().next(), Some("positive"));
     let said = home.batch(&["results", "last", "--format", "csv"]).expect(0);
@@ -90,7 +94,8 @@ fn json_is_pure_for_every_command() {
         let said = home.batch(&[arguments, &["--json"][..]].concat());
         assert_ne!(said.code, 0, "{arguments:?}");
         assert_eq!(said.stdout, "", "{arguments:?}");
-        let error: Value = serde_json::from_str(&said.stderr).unwrap_or_else(|err| panic!("{arguments:?} {err}: {said:?}"));
+        let error: Value =
+            serde_json::from_str(&said.stderr).unwrap_or_else(|err| panic!("{arguments:?} {err}: {said:?}"));
         assert!(error["error"]["message"].is_string(), "{error}");
     }
 }
@@ -115,7 +120,10 @@ fn piped_stdout_holds_data_only() {
 #[test]
 fn failed_requests_are_exit_3_and_grouped() {
     let home = Home::new();
-    let url = answering("400 Bad Request", r#"{"error":{"message":"no","type":"invalid_request_error","param":null,"code":"too_odd"}}"#);
+    let url = answering(
+        "400 Bad Request",
+        r#"{"error":{"message":"no","type":"invalid_request_error","param":null,"code":"too_odd"}}"#,
+    );
     let kind = format!("engine.base_urls=[\"{url}\"]");
     let _server = Server::start(&home, &["--set", "engine.kind=openai", "--set", &kind]);
     home.file("in.jsonl", &items(4, "m"));
@@ -131,7 +139,8 @@ fn failed_requests_are_exit_3_and_grouped() {
     assert!(said.stderr.contains("0 kept; 4 failed and 0 unfinished will run"), "{said:?}");
     home.batch(&["status", "last", "--wait"]).expect(3);
     // The same in one process.
-    let arguments = ["run", "in.jsonl", "-o", "two.jsonl", "--set", "engine.kind=openai", "--set", &kind, "--data-dir", "own"];
+    let arguments =
+        ["run", "in.jsonl", "-o", "two.jsonl", "--set", "engine.kind=openai", "--set", &kind, "--data-dir", "own"];
     home.batch(&arguments).expect(3);
     assert_eq!(home.read("two.errors.jsonl").lines().count(), 4);
 }
@@ -318,9 +327,7 @@ fn run_killed_and_repeated_ends_like_one_run() {
     home.batch(&arguments).expect(0);
     let output = home.read("out.jsonl");
     assert_eq!(output.lines().count(), 60_000);
-    let ids: Vec<Value> = output
-        .lines()
-        .map(|line| serde_json::from_str::<Value>(line).expect("JSON")["custom_id"].clone())
-        .collect();
+    let ids: Vec<Value> =
+        output.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")["custom_id"].clone()).collect();
     assert!(ids.iter().enumerate().all(|(index, id)| *id == format!("c{index}")), "input order, each once");
 }

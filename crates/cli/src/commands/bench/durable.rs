@@ -191,7 +191,10 @@ fn show(figures: Figures, args: &DurableArgs, app: &App) -> Result {
         seconds(figures.run)
     );
     if let Some(restart) = figures.restart {
-        text.push_str(&format!("Restart after kill -9 at half until the first new outcome: {:.2} s\n", seconds(restart)));
+        text.push_str(&format!(
+            "Restart after kill -9 at half until the first new outcome: {:.2} s\n",
+            seconds(restart)
+        ));
     }
     let peak = figures.peak_memory.map_or_else(|| "not known here".to_owned(), human::bytes);
     text.push_str(&format!("Peak memory of the server: {peak}\n"));

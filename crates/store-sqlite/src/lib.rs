@@ -10,6 +10,7 @@
 #![warn(missing_docs, clippy::unwrap_used)]
 
 mod attempts;
+mod audit;
 mod commit;
 mod error;
 mod events;

@@ -7,7 +7,7 @@ use overnight_store::Error;
 use sqlx::{ConnectOptions, Connection, Row};
 
 use crate::error::failed;
-use crate::{SqliteStore, migrate};
+use crate::{SqliteStore, audit, migrate};
 
 impl SqliteStore {
     /// Copies a consistent state into a new file while others go on. An existing
@@ -53,14 +53,16 @@ impl SqliteStore {
         }
         let strays =
             sqlx::query("pragma foreign_key_check").fetch_all(&mut *connection).await.map_err(failed(doing))?;
-        for row in strays.iter().take(20) {
+        for row in strays.iter().take(audit::FINDINGS_MAX) {
             let table: String = row.try_get(0).map_err(failed(doing))?;
             let parent: String = row.try_get(2).map_err(failed(doing))?;
             findings.push(format!("a row of {table} names a row of {parent} that is not there"));
         }
         let found = migrate::found(&mut connection).await?;
         let needed = migrate::needed();
-        if found != needed {
+        if found == needed {
+            findings.extend(audit::find_open_accounting(&mut connection).await?);
+        } else {
             findings.push(format!("schema is at version {found}, this binary needs {needed}"));
         }
         Ok(findings)

@@ -92,8 +92,9 @@ pub trait Store:
     async fn now(&self) -> Result<overnight_types::Timestamp, Error>;
 
     /// Proves that the database answers and that its structure is whole
-    /// (SQLite: `pragma quick_check` and the schema version). Returns findings
-    /// in words; empty means sound.
+    /// (SQLite: `pragma quick_check`, references, the schema version), and that
+    /// counts are those of the bits and segments of what they count. Returns
+    /// findings in words; empty means sound.
     async fn check(&self) -> Result<Vec<String>, Error>;
 
     /// Bytes that the database takes on disk, its log included.

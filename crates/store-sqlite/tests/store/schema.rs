@@ -1,8 +1,9 @@
 //! The structure of the database: its snapshot, its words, its versions.
 
+use overnight_store::conformance::builders;
 use overnight_store::{AttemptEnd, Error, FilePurpose, Files, Store};
 use overnight_store_sqlite::{Options, SchemaState, SqliteStore, migrate, schema_state};
-use overnight_types::{JobState, ShardState};
+use overnight_types::{JobState, ShardState, WorkerId};
 use sqlx::{Connection, SqliteConnection};
 
 const SNAPSHOT: &str = include_str!("../../../../migrations/sqlite/schema.snapshot");
@@ -173,6 +174,35 @@ async fn check_finds_a_row_that_names_nothing() {
         .unwrap();
     let findings = store.check().await.unwrap();
     assert_eq!(findings, ["a row of events names a row of jobs that is not there"]);
+}
+
+/// So are counts that are not those of bits and segments.
+#[tokio::test]
+async fn check_finds_counts_that_are_not_those_of_the_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("overnight.db");
+    let store = SqliteStore::open(&path, Options::default()).await.unwrap();
+    let job = builders::running_job(&store, &[4, 4, 4, 4]).await;
+    let mut held = builders::lease(&store, WorkerId::new()).await;
+    builders::applied(builders::commit(&store, &mut held, &[0, 1], &[1]).await);
+    assert_eq!(store.check().await.unwrap(), Vec::<String>::new());
+    let mut connection = connect(&path).await;
+    for damage in [
+        "update shards set done = x'01' where shard_index = 0",
+        "update shards set next_seq = 5 where shard_index = 1",
+        "update shards set done = x'10' where shard_index = 2",
+        "update jobs set num_items = 17",
+    ] {
+        sqlx::query(damage).execute(&mut connection).await.unwrap();
+    }
+    let findings = store.check().await.unwrap();
+    let wanted = [
+        format!("{} has 17 items in 4 shards, but its shards hold 16 in 4", job.id),
+        format!("shard 0 of {}: 2 done and 1 failed by its counts, 1 and 1 by its bits", job.id),
+        format!("shard 1 of {}: 5 segments were committed, 0 are there", job.id),
+        format!("shard 2 of {}: a bit past its last item is set", job.id),
+    ];
+    assert_eq!(findings, wanted);
 }
 
 async fn connect(path: &std::path::Path) -> SqliteConnection {

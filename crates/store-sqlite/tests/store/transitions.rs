@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use overnight_store::Store;
 use overnight_store::conformance::builders::*;
 use overnight_store::{
     AttemptEnd, CancelMode, ClaimShard, Jobs, NewJob, Reopen, ReopenItems, ShardLease, Shards, Steps,
@@ -443,8 +444,9 @@ async fn run_case(ops: &[Op], options: Options) -> Result<u32, String> {
     for op in ops {
         both.apply(op).await?;
     }
+    let findings = both.store.check().await.unwrap();
     both.store.close().await;
-    Ok(both.num_ends)
+    if findings.is_empty() { Ok(both.num_ends) } else { Err(findings.join("; ")) }
 }
 
 /// As many cases as `PROPTEST_CASES` says, 64 otherwise. Failing inputs are printed

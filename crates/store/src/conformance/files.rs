@@ -176,6 +176,19 @@ async fn woken_by<T>(store: &dyn Store, act: impl Future<Output = T>) -> T {
     value
 }
 
+/// Every moment is by the database's clock.
+pub async fn every_moment_is_by_the_databases_clock(store: &dyn Store, clock: &dyn TestClock) {
+    let before = store.now().await.unwrap();
+    clock.advance(Duration::from_secs(3600)).await;
+    let now = store.now().await.unwrap();
+    assert!(now >= before.plus(Duration::from_secs(3600)));
+    let job = validating_job(store).await;
+    assert!(job.created_at >= now && job.created_at <= store.now().await.unwrap());
+    let events = store.list_events(job.id, 0, 9).await.unwrap();
+    assert_eq!(events[0].at, job.created_at, "one transaction has one moment");
+    assert!(["sqlite", "postgres"].contains(&store.backend()), "{}", store.backend());
+}
+
 /// The size on disk is that of what is stored.
 pub async fn size_is_that_of_what_is_stored(store: &dyn Store, _clock: &dyn TestClock) {
     completed_job(store, &[100; 10], &[]).await;

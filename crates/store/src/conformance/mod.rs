@@ -64,6 +64,7 @@ macro_rules! store_conformance {
             files::attempts_go_a_week_after_the_end,
             files::shard_is_found_by_item,
             files::waiting_loop_is_woken_by_due_work,
+            files::every_moment_is_by_the_databases_clock,
             files::size_is_that_of_what_is_stored,
             jobs::job_reads_back_as_given,
             jobs::job_needs_a_present_input,
@@ -164,6 +165,8 @@ macro_rules! store_conformance {
             async fn $promise() {
                 let fixture = $open().await;
                 $crate::conformance::$module::$promise(&*fixture.store, &*fixture.clock).await;
+                let findings = fixture.store.check().await.expect("the database answers");
+                assert!(findings.is_empty(), "the promise left the database unsound: {findings:?}");
             }
         )+
     };

@@ -41,7 +41,8 @@ async fn completed_job_has_the_files_that_have_lines() {
         let (output, error) = ended(&service, id, JobState::Completed).await;
         assert_eq!((output.len() as u64, error.len() as u64), (10 - num_failed, num_failed));
         let job = service.job(id).await;
-        let counts = OutcomeCounts { total: 10, completed: 10 - num_failed, failed: num_failed, cancelled: 0, expired: 0 };
+        let counts =
+            OutcomeCounts { total: 10, completed: 10 - num_failed, failed: num_failed, cancelled: 0, expired: 0 };
         assert_eq!(job.final_counts, Some(counts));
         assert_eq!(job.final_usage.unwrap().input_tokens, 100);
         // Never an empty file: neither a row nor an object.
@@ -135,7 +136,10 @@ async fn selective_retry_runs_what_was_named_and_gives_the_rest_its_line() {
     run_finalize(&service).await.unwrap();
     ended(&service, id, JobState::Expired).await;
     let job = service.job(id).await;
-    let filter = RetryFilter { custom_ids: ["item-3", "item-5", "item-0", "nobody"].map(str::to_owned).to_vec(), ..RetryFilter::default() };
+    let filter = RetryFilter {
+        custom_ids: ["item-3", "item-5", "item-0", "nobody"].map(str::to_owned).to_vec(),
+        ..RetryFilter::default()
+    };
     let plan = plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap();
     assert_eq!(plan.items, [3, 5].map(ItemIndex), "a completed item never runs again");
     assert_eq!(plan.unknown_custom_ids, ["nobody"]);
@@ -189,7 +193,11 @@ async fn two_finalizers_write_the_same_bytes_and_one_ends_the_job() {
     let job = service.job(id).await;
     let read = async || {
         let manifest = service.blobs.read(&ObjectName::manifest(id, 1)).await.unwrap();
-        [object(&service, job.output_file_id).await.unwrap(), object(&service, job.error_file_id).await.unwrap(), manifest]
+        [
+            object(&service, job.output_file_id).await.unwrap(),
+            object(&service, job.error_file_id).await.unwrap(),
+            manifest,
+        ]
     };
     let before = read().await;
     // A late finalizer that got past the fence before its lease was lost.
@@ -322,11 +330,21 @@ async fn odd_custom_ids_come_back_as_they_were_written() {
     let (service, clock) = service_with_clock().await;
     let long = format!("\"{}\"", "x".repeat(10_000));
     let tokens = [
-        "\"\u{1f600}\"", "\"\\ud83d\\ude01\"", "\"a\\nb\"", "\"\\u0000\"", "\"\\ud800\"", "\"\u{2028}\u{2029}\u{85}\"", "\" \"",
-        "\"\\/..\\/etc\"", &long,
+        "\"\u{1f600}\"",
+        "\"\\ud83d\\ude01\"",
+        "\"a\\nb\"",
+        "\"\\u0000\"",
+        "\"\\ud800\"",
+        "\"\u{2028}\u{2029}\u{85}\"",
+        "\" \"",
+        "\"\\/..\\/etc\"",
+        &long,
     ];
     let template = overnight_testing::service::line("ID");
-    let lines: Vec<String> = tokens.iter().map(|token| template.replace("\"custom_id\":\"ID\"", &format!("\"custom_id\":{token}"))).collect();
+    let lines: Vec<String> = tokens
+        .iter()
+        .map(|token| template.replace("\"custom_id\":\"ID\"", &format!("\"custom_id\":{token}")))
+        .collect();
     let id = service.submit(&lines).await;
     run_intake(&service).await.unwrap();
     assert_eq!(service.job(id).await.num_items, tokens.len() as u64, "{:?}", service.job(id).await.errors);

@@ -30,7 +30,8 @@ async fn sound_input_is_cut_indexed_and_set_running() {
     let job = service.job(id).await;
     assert_eq!((job.state, job.num_items, job.num_shards), (JobState::InProgress, 9, 3));
     assert_eq!(job.model.as_deref(), Some("m"));
-    let cuts: Vec<_> = service.shards(id).await.iter().map(|shard| (shard.cut.num_items, shard.cut.first_line)).collect();
+    let cuts: Vec<_> =
+        service.shards(id).await.iter().map(|shard| (shard.cut.num_items, shard.cut.first_line)).collect();
     assert_eq!(cuts, [(4, 1), (4, 6), (1, 10)]);
     for item in 0..9 {
         let found = index::find(&service.blobs, id, format!("item-{item}").as_bytes()).await.unwrap();
@@ -47,7 +48,12 @@ async fn faulty_input_fails_the_job_with_every_error() {
     let job = service.job(id).await;
     assert_eq!((job.state, job.num_items), (JobState::Failed, 0));
     let errors: serde_json::Value = serde_json::from_str(&job.errors.unwrap()).unwrap();
-    let codes: Vec<_> = errors["data"].as_array().unwrap().iter().map(|entry| (entry["line"].as_u64(), entry["code"].as_str().unwrap())).collect();
+    let codes: Vec<_> = errors["data"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|entry| (entry["line"].as_u64(), entry["code"].as_str().unwrap()))
+        .collect();
     assert_eq!(codes, [(Some(2), "invalid_json_line"), (Some(3), "duplicate_custom_id"), (Some(4), "model_mismatch")]);
     for entry in errors["data"].as_array().unwrap() {
         let keys: Vec<_> = entry.as_object().unwrap().keys().map(String::as_str).collect();
@@ -155,7 +161,14 @@ async fn job_that_is_cancelled_while_validating_ends_without_a_file() {
     fail::remove("intake::after_record");
     let cancelled = service.store.cancel_job_if_active(id, Default::default(), Duration::ZERO).await.unwrap();
     assert!(cancelled.is_applied());
-    assert!(service.store.claim_step(WorkerId::new(), Duration::ZERO).await.unwrap().is_some_and(|lease| lease.kind == StepKind::Finalize));
+    assert!(
+        service
+            .store
+            .claim_step(WorkerId::new(), Duration::ZERO)
+            .await
+            .unwrap()
+            .is_some_and(|lease| lease.kind == StepKind::Finalize)
+    );
     crate::support::run_finalize(&service).await.unwrap();
     let (output, error) = crate::support::ended(&service, id, JobState::Cancelled).await;
     assert!(output.is_empty() && error.is_empty());

@@ -212,8 +212,13 @@ async fn new_round_shows_each_item_once_and_refuses_the_old_cursor() {
     run_items(&service, id, |item| Some(if item % 2 == 0 { Completed } else { Failed })).await;
     run_finalize(&service).await.unwrap();
     let job = service.job(id).await;
-    let old = results(&service.store, &service.blobs, &job, &ResultsQuery { limit: 5, ..Default::default() }).await.unwrap().next;
-    let job = reopen(&service, id, Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() }).await;
+    let old = results(&service.store, &service.blobs, &job, &ResultsQuery { limit: 5, ..Default::default() })
+        .await
+        .unwrap()
+        .next;
+    let job =
+        reopen(&service, id, Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() })
+            .await;
     let query = ResultsQuery { after: Some(old), limit: 5, order: ResultsOrder::Completion };
     let err = results(&service.store, &service.blobs, &job, &query).await.unwrap_err();
     assert!(matches!(err, Error::EarlierRound { cursor: 1, now: 2 }), "{err}");
@@ -259,10 +264,14 @@ async fn failures_are_grouped_by_code_and_add_up() {
     service.store.expire_due_jobs(10).await.unwrap();
     run_finalize(&service).await.unwrap();
     let ended = groups().await;
-    assert_eq!(counts(&ended), [("bad".to_owned(), 3), ("batch_expired".to_owned(), 2), ("request_timeout".to_owned(), 2)]);
+    assert_eq!(
+        counts(&ended),
+        [("bad".to_owned(), 3), ("batch_expired".to_owned(), 2), ("request_timeout".to_owned(), 2)]
+    );
     assert_eq!(ended[1].2.as_ref().unwrap().item.index, 8);
     // After a second round only what stands is counted.
-    reopen(&service, id, Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() }).await;
+    reopen(&service, id, Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() })
+        .await;
     run_items(&service, id, |item| Some(if item == 1 { Failed } else { Completed })).await;
     assert_eq!(counts(&groups().await), [("request_timeout".to_owned(), 1)]);
 }

@@ -129,12 +129,16 @@ pub(crate) fn record(job: &Job, item: u64, outcome: OutcomeKind) -> ItemRecord {
     let custom_id = custom_id(item);
     let body = format!(r#"{{"round":{},"error":{{"message":"no good"}}}}"#, job.round);
     let (http_status, error_code, line) = match outcome {
-        OutcomeKind::Completed => (Some(200), None, response_line(id, custom_id.as_bytes(), 200, "req_1", body.as_bytes())),
+        OutcomeKind::Completed => {
+            (Some(200), None, response_line(id, custom_id.as_bytes(), 200, "req_1", body.as_bytes()))
+        }
         // Two kinds of failure: with an HTTP answer and without.
         _ if item.is_multiple_of(2) => {
             (Some(400), Some("bad"), response_line(id, custom_id.as_bytes(), 400, "req_1", body.as_bytes()))
         }
-        _ => (None, Some("request_timeout"), error_line(id, custom_id.as_bytes(), ErrorCode::RequestTimeout, "too long")),
+        _ => {
+            (None, Some("request_timeout"), error_line(id, custom_id.as_bytes(), ErrorCode::RequestTimeout, "too long"))
+        }
     };
     let at = Timestamp::from_micros(1_000_000);
     ItemRecord {

@@ -34,6 +34,18 @@ pub enum Error {
         /// Value, allowed range, remedy.
         what: String,
     },
+    /// The tokenizer of a model cannot be used.
+    #[error("could not read the tokenizer of {}", path.display())]
+    Text {
+        /// The model.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: crate::text::TextError,
+    },
+    /// A step contradicts itself or the memory it names; a fault of the scheduler.
+    #[error("malformed step: {0}")]
+    Step(String),
     /// The engine thread is gone or poisoned.
     #[error("engine stopped: {0}")]
     Stopped(String),

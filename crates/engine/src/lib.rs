@@ -11,11 +11,13 @@
 pub mod bench;
 pub mod blocks;
 pub mod config;
+mod cpu;
 pub mod door;
 pub mod engine;
 pub mod error;
 pub mod gguf;
 pub mod handle;
+pub mod load;
 pub mod model;
 pub mod output;
 pub mod request;

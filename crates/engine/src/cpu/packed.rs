@@ -82,10 +82,6 @@ pub(crate) enum Blocks {
 }
 
 impl Packed {
-    pub(crate) fn groups(&self) -> usize {
-        self.rows.div_ceil(LANES)
-    }
-
     /// Bytes that a pass over the matrix reads.
     pub(crate) fn bytes(&self) -> u64 {
         let scales = |s: &Scales| match s {
@@ -115,15 +111,8 @@ impl Packed {
         Self { rows, cols, data: Data::F16(pack_dense(rows, cols, 0, element)) }
     }
 
-    /// Packs quantized rows: `bytes` holds `rows` rows of whole blocks; row `r` of the result is
-    /// row `source(r)` of the file.
-    pub(crate) fn from_blocks(
-        format: Blocks,
-        rows: usize,
-        cols: usize,
-        bytes: &[u8],
-        source: impl Fn(usize) -> usize + Sync,
-    ) -> Self {
+    /// Packs quantized rows: `bytes` holds `rows` rows of whole blocks.
+    pub(crate) fn from_blocks(format: Blocks, rows: usize, cols: usize, bytes: &[u8]) -> Self {
         let row_bytes = bytes.len() / rows;
         let kind = match format {
             Blocks::Q5_0 | Blocks::Q8_0 => QuantKind::Half32,
@@ -147,7 +136,7 @@ impl Packed {
             .for_each(|(group, ((quants, scales), mins))| {
                 let mut row = Row { quants: vec![0; cols], scales: vec![0.0; blocks], mins: vec![0.0; blocks] };
                 for lane in 0..LANES.min(rows - group * LANES) {
-                    let from = source(group * LANES + lane) * row_bytes;
+                    let from = (group * LANES + lane) * row_bytes;
                     row.read(format, &bytes[from..from + row_bytes]);
                     for (pair, values) in row.quants.chunks_exact(2).enumerate() {
                         quants[pair * 2 * LANES + 2 * lane] = values[0];

@@ -17,7 +17,8 @@ use std::thread::JoinHandle;
 /// Turns of the waiting loop before a thread sleeps or gives way: some tens of microseconds.
 const SPINS: u32 = 20_000;
 
-type Task<'a> = dyn Fn(usize) + Sync + 'a;
+/// Called with the task's index and the thread's, which is below [`Pool::threads`].
+type Task<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 /// The threads. The caller of [`Pool::run`] works along, so `threads - 1` are started.
 pub(crate) struct Pool {
@@ -66,7 +67,7 @@ impl Pool {
         let mut pool = Self { shared, workers: Vec::new() };
         for index in 1..threads.max(1) {
             let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new().name(format!("cpu-{index}")).spawn(move || shared.work())?;
+            let worker = std::thread::Builder::new().name(format!("cpu-{index}")).spawn(move || shared.work(index))?;
             pool.workers.push(worker);
         }
         Ok(pool)
@@ -77,11 +78,11 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Runs `task(0)` … `task(num_tasks - 1)`, each once, on all threads.
+    /// Runs `task(0, thread)` … `task(num_tasks - 1, thread)`, each once, on all threads.
     /// Panics when a task panicked.
     pub(crate) fn run(&mut self, num_tasks: usize, task: &Task<'_>) {
         if num_tasks <= 1 || self.workers.is_empty() {
-            (0..num_tasks).for_each(task);
+            (0..num_tasks).for_each(|index| task(index, 0));
             return;
         }
         let shared = &*self.shared;
@@ -98,7 +99,7 @@ impl Pool {
             worker.thread().unpark();
         }
         // SAFETY: the closure lives until this function returns.
-        let own = catch_unwind(AssertUnwindSafe(|| shared.take_tasks(unsafe { &*task })));
+        let own = catch_unwind(AssertUnwindSafe(|| shared.take_tasks(unsafe { &*task }, 0)));
         let mut turns = 0u32;
         while shared.busy.load(Ordering::Acquire) != 0 {
             turns = turns.saturating_add(1);
@@ -111,36 +112,12 @@ impl Pool {
         assert!(!panicked, "a task of the CPU back end panicked");
     }
 
-    /// Runs `task(index, chunk)` for every chunk of `chunk` elements of `out`, the last maybe shorter.
-    pub(crate) fn chunks<T: Send>(&mut self, out: &mut [T], chunk: usize, task: impl Fn(usize, &mut [T]) + Sync) {
-        let len = out.len();
-        let parts = Parts::new(out);
-        self.run(len.div_ceil(chunk), &|index| {
-            let start = index * chunk;
-            // SAFETY: chunks of different indices do not meet, and each index runs once.
-            task(index, unsafe { parts.slice(start..(start + chunk).min(len)) });
-        });
-    }
-
-    /// Like [`Pool::chunks`] for two slices that have equally many chunks.
-    pub(crate) fn chunks2<A: Send, B: Send>(
-        &mut self,
-        (a, chunk_a): (&mut [A], usize),
-        (b, chunk_b): (&mut [B], usize),
-        task: impl Fn(usize, &mut [A], &mut [B]) + Sync,
-    ) {
-        let num = a.len().div_ceil(chunk_a);
-        assert_eq!(num, b.len().div_ceil(chunk_b), "both slices have as many chunks");
-        let (len_a, len_b) = (a.len(), b.len());
-        let (a, b) = (Parts::new(a), Parts::new(b));
-        self.run(num, &|index| {
-            let (start_a, start_b) = (index * chunk_a, index * chunk_b);
-            // SAFETY: chunks of different indices do not meet, and each index runs once.
-            let (a, b) = unsafe {
-                (a.slice(start_a..(start_a + chunk_a).min(len_a)), b.slice(start_b..(start_b + chunk_b).min(len_b)))
-            };
-            task(index, a, b);
-        });
+    /// Runs `task(index, parts, thread)` for `num` indices, each with its own part of the slices.
+    /// Panics when a slice has fewer than `num` parts.
+    pub(crate) fn each<S: Split>(&mut self, num: usize, slices: S, task: impl Fn(usize, S::Part, usize) + Sync) {
+        assert!(num <= slices.parts(), "{num} tasks for {} parts", slices.parts());
+        // SAFETY: each index runs once, and parts of different indices do not meet.
+        self.run(num, &|index, thread| task(index, unsafe { slices.part(index) }, thread));
     }
 }
 
@@ -157,7 +134,7 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    fn work(&self) {
+    fn work(&self, thread: usize) {
         let mut seen = 0;
         loop {
             let mut turns = 0;
@@ -177,7 +154,7 @@ impl Shared {
             // of this run, which lives until `busy` is 0, that is after the decrement below.
             let task = unsafe { (*self.task.get()).map(|task| &*task) };
             if let Some(task) = task
-                && catch_unwind(AssertUnwindSafe(|| self.take_tasks(task))).is_err()
+                && catch_unwind(AssertUnwindSafe(|| self.take_tasks(task, thread))).is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);
             }
@@ -185,14 +162,14 @@ impl Shared {
         }
     }
 
-    fn take_tasks(&self, task: &Task<'_>) {
+    fn take_tasks(&self, task: &Task<'_>, thread: usize) {
         let num_tasks = self.num_tasks.load(Ordering::Relaxed);
         loop {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= num_tasks {
                 return;
             }
-            task(index);
+            task(index, thread);
         }
     }
 }
@@ -214,13 +191,69 @@ impl<'a, T> Parts<'a, T> {
 
     /// # Safety
     /// No two ranges that are in use at the same time may meet.
-    #[expect(clippy::mut_from_ref, reason = "handing out disjoint parts is what this type is for")]
-    pub(crate) unsafe fn slice(&self, range: Range<usize>) -> &mut [T] {
+    pub(crate) unsafe fn slice(&self, range: Range<usize>) -> &'a mut [T] {
         assert!(range.start <= range.end && range.end <= self.len, "part {range:?} of {}", self.len);
         // SAFETY: within the slice by the assertion, and not aliased by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.end - range.start) }
     }
 }
+
+/// Slices that are cut into parts, one for each task.
+pub(crate) trait Split: Sync {
+    type Part;
+
+    /// How many parts there are.
+    fn parts(&self) -> usize;
+
+    /// # Safety
+    /// No part may be in use twice at the same time.
+    unsafe fn part(&self, index: usize) -> Self::Part;
+}
+
+/// A slice cut into rows of equal length.
+pub(crate) struct Rows<'a, T> {
+    all: Parts<'a, T>,
+    row: usize,
+}
+
+impl<'a, T> Rows<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T], row: usize) -> Self {
+        Self { all: Parts::new(slice), row }
+    }
+}
+
+impl<'a, T: Send> Split for Rows<'a, T> {
+    type Part = &'a mut [T];
+
+    fn parts(&self) -> usize {
+        self.all.len / self.row
+    }
+
+    unsafe fn part(&self, index: usize) -> &'a mut [T] {
+        // SAFETY: rows of different indices do not meet; the rest is the caller's promise.
+        unsafe { self.all.slice(index * self.row..(index + 1) * self.row) }
+    }
+}
+
+macro_rules! split_tuple {
+    ($($name:ident $at:tt),*) => {
+        impl<$($name: Split),*> Split for ($($name,)*) {
+            type Part = ($($name::Part,)*);
+
+            fn parts(&self) -> usize {
+                [$(self.$at.parts()),*].into_iter().min().unwrap_or(0)
+            }
+
+            unsafe fn part(&self, index: usize) -> Self::Part {
+                // SAFETY: the caller's promise, passed on.
+                unsafe { ($(self.$at.part(index),)*) }
+            }
+        }
+    };
+}
+split_tuple!(A 0, B 1);
+split_tuple!(A 0, B 1, C 2);
+split_tuple!(A 0, B 1, C 2, D 3);
 
 #[cfg(test)]
 mod tests {
@@ -231,7 +264,7 @@ mod tests {
         let mut pool = Pool::new(3).expect("threads");
         let mut counts = vec![0u32; 1000];
         for run in 1..=50 {
-            pool.chunks(&mut counts, 7, |_, chunk| chunk.iter_mut().for_each(|c| *c += 1));
+            pool.each(100, Rows::new(&mut counts, 10), |_, row, _| row.iter_mut().for_each(|c| *c += 1));
             assert!(counts.iter().all(|&c| c == run));
         }
     }
@@ -240,11 +273,11 @@ mod tests {
     fn panic_of_a_task_reaches_the_caller_and_the_pool_lives() {
         let mut pool = Pool::new(2).expect("threads");
         for bad in [0, 63] {
-            let caught = catch_unwind(AssertUnwindSafe(|| pool.run(64, &|i| assert_ne!(i, bad))));
+            let caught = catch_unwind(AssertUnwindSafe(|| pool.run(64, &|i, _| assert_ne!(i, bad))));
             assert!(caught.is_err());
         }
         let mut ok = vec![false; 64];
-        pool.chunks(&mut ok, 1, |_, x| x[0] = true);
+        pool.each(64, Rows::new(&mut ok, 1), |_, x, _| x[0] = true);
         assert!(ok.iter().all(|&x| x));
     }
 }

@@ -166,7 +166,8 @@ impl ModelConfig {
             _ => (vec![LayerConfig { window: None, rope: 0 }; num_layers], vec![global]),
         };
         // Gemma 3 27B alone scales by hidden / heads instead of the head's size.
-        let scalar = if architecture == Architecture::Gemma3 && num_layers == 62 { hidden / heads.max(1) } else { head_dim };
+        let scalar =
+            if architecture == Architecture::Gemma3 && num_layers == 62 { hidden / heads.max(1) } else { head_dim };
         let embedding = gguf
             .tensor("token_embd.weight")
             .ok_or_else(|| gguf.damaged("tensor token_embd.weight is missing".to_owned()))?;
@@ -199,9 +200,13 @@ impl ModelConfig {
     /// Sizes that the kernels can take, and that agree with each other.
     fn checked(self) -> Result<Self, ConfigError> {
         let wrong = |what: String| Err(ConfigError::Wrong(what));
-        let sizes = [self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.vocab_rows, self.layers.len()];
+        let sizes =
+            [self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.vocab_rows, self.layers.len()];
         if sizes.contains(&0) || sizes.iter().any(|&size| size > 1 << 24) || self.max_position == 0 {
-            return wrong(format!("a size is 0 or beyond reason: {sizes:?}, max_position_embeddings {}", self.max_position));
+            return wrong(format!(
+                "a size is 0 or beyond reason: {sizes:?}, max_position_embeddings {}",
+                self.max_position
+            ));
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return wrong(format!("{} query heads do not share {} key-value heads evenly", self.heads, self.kv_heads));
@@ -336,7 +341,11 @@ fn layers_of(
 }
 
 /// Which layers see only a window.
-fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, num_layers: usize) -> Result<Vec<bool>, ConfigError> {
+fn sliding_layers(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    num_layers: usize,
+) -> Result<Vec<bool>, ConfigError> {
     if let Some(types) = fields.0.get("layer_types").and_then(Value::as_array) {
         if types.len() != num_layers {
             return Err(ConfigError::Wrong(format!("layer_types names {} layers of {num_layers}", types.len())));
@@ -387,7 +396,9 @@ impl Fields<'_> {
     fn flag(&self, key: &str) -> Result<Option<bool>, ConfigError> {
         match self.0.get(key) {
             None | Some(Value::Null) => Ok(None),
-            Some(value) => value.as_bool().map(Some).ok_or_else(|| ConfigError::Wrong(format!("{key} is not a boolean"))),
+            Some(value) => {
+                value.as_bool().map(Some).ok_or_else(|| ConfigError::Wrong(format!("{key} is not a boolean")))
+            }
         }
     }
 

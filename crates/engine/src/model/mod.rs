@@ -3,6 +3,9 @@
 //! The scheduler decides what is in a step; a [`Forward`] computes it. It owns the
 //! weights and the KV cache memory, and knows nothing of requests or sampling.
 
+pub mod config;
+pub mod rope;
+
 use crate::Error;
 
 /// Index of a KV cache block.
@@ -58,4 +61,10 @@ pub trait Forward: Send {
     /// logits `[logits_tokens.len(), vocab_size]`, f32, row-major, valid until the next call.
     /// A row's result does not depend on the rows beside it.
     fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error>;
+
+    /// After a step whose logits are not finite: the first layer whose output was not, counted
+    /// from 0; `None` where every layer's was finite or the back end does not look.
+    fn first_bad_layer(&self) -> Option<u32> {
+        None
+    }
 }

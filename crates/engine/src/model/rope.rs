@@ -182,7 +182,10 @@ mod tests {
     // Field report 57.
     #[test]
     fn type_and_rope_type_mean_the_same_and_unknown_types_are_refused() {
-        assert_eq!(parse(json!({"type": "linear", "factor": 4.0})), parse(json!({"rope_type": "linear", "factor": 4.0})));
+        assert_eq!(
+            parse(json!({"type": "linear", "factor": 4.0})),
+            parse(json!({"rope_type": "linear", "factor": 4.0}))
+        );
         assert!(parse(json!({"rope_type": "longrope", "factor": 4.0})).expect_err("unknown").contains("longrope"));
         assert!(parse(json!({"rope_type": "linear"})).expect_err("missing").contains("factor"));
         assert!(parse(json!({"rope_type": "yarn", "type": "linear", "factor": 4.0})).is_err());

@@ -35,7 +35,9 @@ pub(crate) unsafe fn run(
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::Vnni, Data::F32(w)) => avx2::run::<avx2::F32>(w.as_ptr(), x, cols, rows, groups, target),
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2 | Isa::Vnni, Data::BF16(w)) => avx2::run::<avx2::BF16>(w.as_ptr(), x, cols, rows, groups, target),
+            (Isa::Avx2 | Isa::Vnni, Data::BF16(w)) => {
+                avx2::run::<avx2::BF16>(w.as_ptr(), x, cols, rows, groups, target)
+            }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::Vnni, Data::F16(w)) => avx2::run::<avx2::F16>(w.as_ptr(), x, cols, rows, groups, target),
             (_, Data::F32(w)) => plain(|at| w[at], x, cols, rows, groups, target),

@@ -159,7 +159,9 @@ mod avx2 {
         #[inline(always)]
         fn store_f16(self, out: &mut [u16]) {
             // SAFETY: see above.
-            unsafe { _mm_storeu_si128(out[..8].as_mut_ptr().cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0)) }
+            unsafe {
+                _mm_storeu_si128(out[..8].as_mut_ptr().cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0))
+            }
         }
         #[inline(always)]
         fn store_i16(self, out: &mut [i16]) {

@@ -66,7 +66,7 @@ impl LayerWeights {
 
 /// A model on the CPU.
 #[derive(Debug)]
-pub struct CpuModel {
+pub(crate) struct CpuModel {
     config: ModelConfig,
     shape: ModelShape,
     weights: Weights,
@@ -74,9 +74,8 @@ pub struct CpuModel {
     cache: Option<Cache>,
     pool: Pool,
     isa: Isa,
-    /// Whether some product reads quantized activations, and whether some reads dense ones.
+    /// Whether some product reads quantized activations.
     quantized: bool,
-    dense: bool,
     buffers: Buffers,
     /// Scratch of each thread.
     scratch: Vec<std::sync::Mutex<forward::Scratch>>,
@@ -98,7 +97,6 @@ impl CpuModel {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let all = || matrices().chain([head]);
         let quantized = all().any(|m| matches!(m.data, Data::Quant(_)));
-        let dense = all().any(|m| !matches!(m.data, Data::Quant(_)));
         let embedding = if weights.head.is_some() { weights.embedding.bytes() } else { 0 };
         let shape = ModelShape {
             architecture: config.architecture.name().to_owned(),
@@ -120,7 +118,6 @@ impl CpuModel {
             pool,
             isa: Isa::detect(),
             quantized,
-            dense,
             buffers: Buffers::default(),
             scratch: forward::scratch(threads.max(1)),
             logits: Vec::new(),

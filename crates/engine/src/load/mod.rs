@@ -85,7 +85,9 @@ pub fn load(source: &ModelSource, config: &EngineConfig) -> Result<Loaded, Error
     let text = |source| Error::Text { path: path.to_owned(), source };
     let (model, text) = match read(source, config.seed)? {
         Read::Folder(read) => (read, Text::from_dir(path).map_err(text)?),
-        Read::Gguf(read, gguf) => (read, Text::from_gguf(&gguf).map_err(text)?),
+        Read::Gguf(_, gguf) => {
+            return Err(Error::Unsupported(format!("the tokenizer of the GGUF file {}", gguf.path().display())));
+        }
     };
     // Heads are often padded; ids beyond the tokenizer's are no tokens.
     let vocab_size = text.vocab_size();

@@ -26,6 +26,10 @@ pub mod scheduler;
 pub mod sequence;
 pub mod step;
 pub mod text;
+#[cfg(test)]
+#[path = "../../testing/src/tiny_model.rs"]
+#[expect(unreachable_pub, dead_code, reason = "shared with `testing`, which depends on this crate")]
+mod tiny_model;
 pub mod weights;
 
 pub use config::EngineConfig;

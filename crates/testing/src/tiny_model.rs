@@ -47,6 +47,23 @@ pub const BOS: u32 = 256;
 /// Id of `<eos>`.
 pub const EOS: u32 = 257;
 
+/// The checkpoints that `tests/goldens/` holds the reference's answers for, by name.
+pub fn golden_cases() -> Vec<(&'static str, TinyModel)> {
+    let with = |arch, rope_scaling| TinyModel { rope_scaling: Some(rope_scaling), ..TinyModel::new(arch) };
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+    let linear = || json!({"rope_type": "linear", "factor": 4.0});
+    vec![
+        ("gemma3", TinyModel::new(TinyArch::Gemma3)),
+        ("gemma3-linear", with(TinyArch::Gemma3, linear())),
+        ("llama", TinyModel::new(TinyArch::Llama)),
+        ("llama-linear", with(TinyArch::Llama, linear())),
+        ("llama-llama3", with(TinyArch::Llama, llama3)),
+        ("qwen3", TinyModel::new(TinyArch::Qwen3)),
+        ("qwen3-yarn", with(TinyArch::Qwen3, yarn)),
+    ]
+}
+
 const HIDDEN: usize = 64;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;

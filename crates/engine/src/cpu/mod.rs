@@ -14,6 +14,8 @@ mod matmul;
 pub(crate) mod packed;
 mod pool;
 mod simd;
+#[cfg(test)]
+mod tests;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

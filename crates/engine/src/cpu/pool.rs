@@ -11,7 +11,7 @@ use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 /// Turns of the waiting loop before a thread sleeps or gives way: some tens of microseconds.
@@ -27,21 +27,31 @@ pub(crate) struct Pool {
 }
 
 struct Shared {
-    /// Counts the runs; a change is the start signal.
-    epoch: AtomicU32,
-    /// The closure of the current run; written by the leader only while `busy` is 0.
+    /// The number of the run (upper half), whether it is open, and how many workers are in it.
+    state: AtomicU64,
+    /// The closure of the open run; written by the leader only while no worker is in a run.
     task: UnsafeCell<Option<*const Task<'static>>>,
     num_tasks: AtomicUsize,
     next: AtomicUsize,
-    /// Workers that have not finished the current run.
-    busy: AtomicUsize,
     stop: AtomicBool,
     panicked: AtomicBool,
 }
 
-// SAFETY: `task` is the only part that is not Sync by itself. The leader writes it while `busy`
-// is 0, before the Release increment of `epoch`; workers read it after an Acquire load that saw
-// the increment and before their Release decrement of `busy`, which the leader awaits.
+/// Workers may enter the run.
+const OPEN: u64 = 1 << 31;
+
+fn run_of(state: u64) -> u32 {
+    (state >> 32) as u32
+}
+
+fn workers_in(state: u64) -> u64 {
+    state & (OPEN - 1)
+}
+
+// SAFETY: `task` is the only part that is not Sync by itself. The leader writes it while no run
+// is open and no worker is in one, before the Release store that opens the run. A worker reads
+// it only after it has entered an open run by an Acquire exchange, and leaves by a Release
+// decrement, which the leader awaits after closing the run.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; the pointer is to a `Sync` closure that outlives the run.
 unsafe impl Send for Shared {}
@@ -56,11 +66,10 @@ impl Pool {
     /// Starts `threads - 1` workers. Errors when the system gives no thread.
     pub(crate) fn new(threads: usize) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
-            epoch: AtomicU32::new(0),
+            state: AtomicU64::new(0),
             task: UnsafeCell::new(None),
             num_tasks: AtomicUsize::new(0),
             next: AtomicUsize::new(0),
-            busy: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
         });
@@ -87,23 +96,30 @@ impl Pool {
         }
         let shared = &*self.shared;
         let task: *const Task<'_> = task;
-        // SAFETY: only the lifetime of the closure changes. `self` is borrowed mutably, so there
-        // is no other run, and `busy` is 0: no worker reads `task`. It is not called after this
-        // function ends, because the loop below waits for `busy` to be 0 also after a panic.
+        // SAFETY: only the lifetime of the closure changes. `self` is borrowed mutably, so no run
+        // is open and no worker is in one. It is not called after this function ends, because
+        // the run is closed below and its workers are awaited, also after a panic.
         unsafe { *shared.task.get() = Some(std::mem::transmute::<*const Task<'_>, *const Task<'static>>(task)) };
         shared.num_tasks.store(num_tasks, Ordering::Relaxed);
         shared.next.store(0, Ordering::Relaxed);
-        shared.busy.store(self.workers.len(), Ordering::Relaxed);
-        shared.epoch.fetch_add(1, Ordering::Release);
+        let run = run_of(shared.state.load(Ordering::Relaxed)).wrapping_add(1);
+        shared.state.store(u64::from(run) << 32 | OPEN, Ordering::Release);
         for worker in &self.workers {
             worker.thread().unpark();
         }
         // SAFETY: the closure lives until this function returns.
         let own = catch_unwind(AssertUnwindSafe(|| shared.take_tasks(unsafe { &*task }, 0)));
+        // A worker that has not come by now is not waited for: on a busy machine it may sleep long.
+        let mut state = shared.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut turns = 0u32;
-        while shared.busy.load(Ordering::Acquire) != 0 {
+        while workers_in(state) != 0 {
             turns = turns.saturating_add(1);
-            if turns < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if turns < SPINS {
+                std::hint::spin_loop()
+            } else {
+                std::thread::yield_now()
+            }
+            state = shared.state.load(Ordering::Acquire);
         }
         let panicked = shared.panicked.swap(false, Ordering::Relaxed);
         if let Err(panic) = own {
@@ -124,7 +140,6 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.epoch.fetch_add(1, Ordering::Release);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
             // A worker catches panics of its tasks; there is nothing left to report.
@@ -135,30 +150,35 @@ impl Drop for Pool {
 
 impl Shared {
     fn work(&self, thread: usize) {
-        let mut seen = 0;
+        let (mut seen, mut turns) = (0, 0u32);
         loop {
-            let mut turns = 0;
-            while self.epoch.load(Ordering::Acquire) == seen {
+            let state = self.state.load(Ordering::Acquire);
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            if run_of(state) == seen || state & OPEN == 0 {
                 turns += 1;
                 if turns < SPINS {
                     std::hint::spin_loop();
                 } else {
                     std::thread::park();
+                    turns = 0;
                 }
+                continue;
             }
-            seen = seen.wrapping_add(1);
-            if self.stop.load(Ordering::Relaxed) {
-                return;
+            if self.state.compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+                continue;
             }
-            // SAFETY: the Acquire load above saw the leader's increment, so `task` is the closure
-            // of this run, which lives until `busy` is 0, that is after the decrement below.
+            (seen, turns) = (run_of(state), 0);
+            // SAFETY: this thread is in the run, so `task` is its closure, which lives until the
+            // decrement below.
             let task = unsafe { (*self.task.get()).map(|task| &*task) };
             if let Some(task) = task
                 && catch_unwind(AssertUnwindSafe(|| self.take_tasks(task, thread))).is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);
             }
-            self.busy.fetch_sub(1, Ordering::Release);
+            self.state.fetch_sub(1, Ordering::Release);
         }
     }
 

@@ -85,9 +85,7 @@ pub fn load(source: &ModelSource, config: &EngineConfig) -> Result<Loaded, Error
     let text = |source| Error::Text { path: path.to_owned(), source };
     let (model, text) = match read(source, config.seed)? {
         Read::Folder(read) => (read, Text::from_dir(path).map_err(text)?),
-        Read::Gguf(_, gguf) => {
-            return Err(Error::Unsupported(format!("the tokenizer of the GGUF file {}", gguf.path().display())));
-        }
+        Read::Gguf(read, gguf) => (read, Text::from_gguf(&gguf).map_err(text)?),
     };
     // Heads are often padded; ids beyond the tokenizer's are no tokens.
     let vocab_size = text.vocab_size();
@@ -96,10 +94,13 @@ pub fn load(source: &ModelSource, config: &EngineConfig) -> Result<Loaded, Error
 
 /// Loads the weights alone. Every row of the head counts as a token.
 pub fn load_forward(source: &ModelSource, config: &EngineConfig) -> Result<Box<dyn Forward>, Error> {
-    let model = match read(source, config.seed)? {
-        Read::Folder(model) | Read::Gguf(model, _) => model,
-    };
-    Ok(Box::new(model.into_cpu(u32::MAX, config)?))
+    Ok(Box::new(load_cpu(source, config)?))
+}
+
+pub(crate) fn load_cpu(source: &ModelSource, config: &EngineConfig) -> Result<CpuModel, Error> {
+    match read(source, config.seed)? {
+        Read::Folder(model) | Read::Gguf(model, _) => model.into_cpu(u32::MAX, config),
+    }
 }
 
 enum Read {

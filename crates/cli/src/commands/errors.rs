@@ -101,7 +101,7 @@ async fn example(client: &Client, id: &str, index: u64) -> Result<Value> {
     let item = client.get(&format!("/v1/batches/{id}/items/{index}"), &[]).await?;
     let output = &item["output"];
     let message =
-        [&output["response"]["body"]["error"]["message"], &output["error"]["message"], &item["error"]["message"]]
+        [&output["response"]["body"]["error"]["message"], &output["error"]["message"], &item["last_error"]["message"]]
             .into_iter()
             .find(|message| message.is_string())
             .cloned()

@@ -111,7 +111,7 @@ fn card(item: &Value) -> String {
             line(key.trim_end_matches("_at"), human::absolute(at));
         }
     }
-    for key in ["input", "output", "error"] {
+    for key in ["input", "output", "last_error"] {
         let value = &item[key];
         if !value.is_null() {
             let body = serde_json::to_string_pretty(value).unwrap_or_default();
@@ -121,7 +121,7 @@ fn card(item: &Value) -> String {
             }
         }
     }
-    for attempt in item["attempts_list"].as_array().into_iter().flatten() {
+    for attempt in item["attempt_log"].as_array().into_iter().flatten() {
         text.push_str(&format!("attempt: {}\n", escape(&attempt.to_string())));
     }
     text

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use overnight_api::Secret;
 use overnight_engine::EngineConfig;
+use overnight_engine::load::LoadFormat;
 use serde::{Deserialize, Serialize};
 
 use super::{Config, sqlite_path};
@@ -36,21 +37,6 @@ pub(crate) enum EngineKind {
     Openai,
     /// Answers every item at once with a fixed text; for `batch bench durable` alone.
     Instant,
-}
-
-/// How weights are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum LoadFormat {
-    /// By what is found.
-    #[default]
-    Auto,
-    /// A folder of safetensors.
-    Safetensors,
-    /// A GGUF file.
-    Gguf,
-    /// Random weights from config.json, for speed work.
-    Dummy,
 }
 
 /// The keys of `[engine]` that choose the engine; the rest is [`EngineConfig`].

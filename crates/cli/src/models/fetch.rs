@@ -1,7 +1,7 @@
 //! Downloading one file over HTTPS: short connect time, resumed where it stopped,
 //! its size and hash compared before it gets its name.
 
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -118,8 +118,7 @@ async fn attempt(
     wanted: &Wanted,
 ) -> Result<(), (bool, String)> {
     let disk = |err: std::io::Error| (false, format!("could not write {}: {err}", partial.display()));
-    let mut file = std::fs::File::options().create(true).append(true).open(partial).map_err(disk)?;
-    let mut have = file.seek(SeekFrom::End(0)).map_err(disk)?;
+    let mut have = std::fs::metadata(partial).map_or(0, |meta| meta.len());
     if wanted.bytes.is_some_and(|bytes| have >= bytes && bytes > 0) {
         return Ok(());
     }
@@ -134,12 +133,13 @@ async fn attempt(
     let response = request.send().await.map_err(|err| (have > 0 && !err.is_connect(), words(&err)))?;
     let status = response.status();
     if status == reqwest::StatusCode::RANGE_NOT_SATISFIABLE {
-        file.set_len(0).map_err(disk)?;
+        std::fs::remove_file(partial).map_err(disk)?;
         return Err((true, "the mirror's file is shorter than what is here".to_owned()));
     }
     if !status.is_success() {
         return Err((status.is_server_error(), format!("answered {status} for {url}")));
     }
+    let mut file = std::fs::File::options().create(true).append(true).open(partial).map_err(disk)?;
     if have > 0 && status != reqwest::StatusCode::PARTIAL_CONTENT {
         file.set_len(0).map_err(disk)?;
         have = 0;

@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use async_trait::async_trait;
-use overnight_engine::{EngineHandle, RequestId};
+use overnight_engine::load::{ModelSource, load};
+use overnight_engine::{Engine, EngineHandle, RequestId};
 use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request};
 use overnight_worker::instant::InstantGenerate;
-use overnight_worker::mapper::Mapper;
+use overnight_worker::local::LocalEngine;
+use overnight_worker::mapper::{Mapper, ModelLimits};
 use overnight_worker::remote::{RemoteConfig, RemoteGenerate};
 
 use super::producer;
@@ -87,7 +89,30 @@ pub(crate) fn start(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
 fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     let found = model(config)?;
     stage(&format!("loading {}", found.path.display()));
-    Err(Failure::new(Exit::Failure, "the local engine is not in this build").code("not_built"))
+    let source = ModelSource { path: found.path.clone(), load_format: config.engine.source.load_format };
+    let fail = |doing: &str| {
+        let doing = format!("{doing} {}", found.path.display());
+        move |err: overnight_engine::Error| Failure::from_error(&doing, &err).code("model_not_loaded")
+    };
+    let loaded = load(&source, &config.engine.local).map_err(fail("load the model"))?;
+    stage("starting the engine");
+    let vocab_size = loaded.forward.shape().vocab_size;
+    let architecture = loaded.forward.shape().architecture.clone();
+    let text = loaded.text;
+    let handle =
+        Engine::start(loaded.forward, Some(text.clone()), &config.engine.local).map_err(fail("start the engine on"))?;
+    let names = served_names(config);
+    let limits = ModelLimits {
+        max_model_len: handle.limits().max_model_len,
+        vocab_size,
+        max_logprobs: config.engine.local.max_logprobs,
+    };
+    Ok(Started {
+        mapper: Mapper::local(text, names.clone(), limits),
+        producer: producer(&format!("{architecture} {} on the CPU", found.name)),
+        generate: Arc::new(LocalEngine::new(handle.clone(), names)),
+        handle: Some(handle),
+    })
 }
 
 fn start_remote(config: &Config) -> Result<Started> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use overnight_engine::RequestId;
+use overnight_engine::{Finish, FinishReason, RequestId, TokenOutput};
 use overnight_worker::generate::{
     EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request,
 };
@@ -21,6 +21,8 @@ pub struct Ask {
     pub tries: u32,
     /// How many requests came before.
     pub order: usize,
+    /// The seed of a token request.
+    pub seed: Option<u64>,
 }
 
 impl Ask {
@@ -184,16 +186,16 @@ impl ScriptedGenerate {
     }
 
     fn take(&self, request: &Request) -> Reply {
-        let body = match &request.input {
-            Input::Body { json, .. } => json.clone(),
-            Input::Tokens(tokens) => Bytes::from(format!("{:?}", tokens.prompt)),
+        let (body, seed) = match &request.input {
+            Input::Body { json, .. } => (json.clone(), None),
+            Input::Tokens(tokens) => (Bytes::from(format!("{:?}", tokens.prompt)), Some(tokens.sampling.seed)),
         };
         let ask = {
             let mut state = self.lock();
             let order = state.asked.len();
             state.asked.push(body.clone());
             let tries = state.tries.entry(body.clone()).or_default();
-            let ask = Ask { body, tries: *tries, order };
+            let ask = Ask { body, tries: *tries, order, seed };
             *tries += 1;
             ask
         };
@@ -214,6 +216,25 @@ pub fn completion(text: &str) -> Bytes {
     ))
 }
 
+/// The whole answer of a token request: one token that reads `text`.
+fn tokens(id: RequestId, text: &str) -> TokenOutput {
+    let finish = Finish {
+        reason: FinishReason::Stop,
+        stop_reason: None,
+        num_prompt_tokens: 3,
+        num_cached_tokens: 0,
+        num_output_tokens: 1,
+    };
+    TokenOutput {
+        id,
+        token_ids: vec![0],
+        text: text.to_owned(),
+        logprobs: Vec::new(),
+        prompt_logprobs: None,
+        finish: Some(finish),
+    }
+}
+
 #[async_trait]
 impl Generate for ScriptedGenerate {
     async fn submit(&self, requests: Vec<Request>, outputs: OutputSender) -> Result<(), NotAccepting> {
@@ -223,7 +244,11 @@ impl Generate for ScriptedGenerate {
         let mut answers = Vec::new();
         for request in requests {
             let id = request.id;
-            let text = |text: &str| Output::Response { id, status: 200, body: completion(text), retry_after: None };
+            let is_body = matches!(request.input, Input::Body { .. });
+            let text = |text: &str| match is_body {
+                true => Output::Response { id, status: 200, body: completion(text), retry_after: None },
+                false => Output::Tokens(tokens(id, text)),
+            };
             let (output, is_held) = match self.take(&request) {
                 Reply::Text(answer) => (Some(text(&answer)), false),
                 Reply::Hold(answer) => (Some(text(&answer)), true),

@@ -12,16 +12,18 @@ use overnight_store::{
     FilePurpose, Files, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job, Jobs, NewFile, NewJob, NewShard, Segments,
     Shard, Shards, StepKind, Steps,
 };
+use overnight_engine::text::Text;
 use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::{
     Endpoint, FileId, ItemIndex, JobId, JobState, Limits, OutcomeKind, ShardIndex, ShardState, WorkerId,
 };
 use overnight_worker::generate::Generate;
 use overnight_worker::lifecycle::sweep::{self, SweepAges};
-use overnight_worker::mapper::Mapper;
+use overnight_worker::mapper::{Mapper, ModelLimits};
 use overnight_worker::{WorkerConfig, WorkerHandle, WorkerParts};
 
 use crate::faults::FaultyStore;
+use crate::tiny_model::{self, TinyArch, TinyModel};
 use crate::wait;
 
 /// The model that the jobs of tests name.
@@ -86,6 +88,15 @@ impl TestService {
     pub async fn start(&self, engine: &(impl Generate + Clone)) -> WorkerHandle {
         let generate: Arc<dyn Generate> = Arc::new(engine.clone());
         self.start_parts(Some((generate, Mapper::remote(None)))).await
+    }
+
+    /// A mapper for token requests, with the tokenizer of a tiny model.
+    pub fn local_mapper(&self) -> Mapper {
+        let folder = self.dir.path().join("tiny-model");
+        TinyModel::new(TinyArch::Qwen3).write(&folder).expect("the tiny model can be written");
+        let text = Text::from_dir(&folder).expect("the tiny model's tokenizer loads");
+        let limits = ModelLimits { max_model_len: 512, vocab_size: tiny_model::VOCAB_ROWS as u32, max_logprobs: 20 };
+        Mapper::local(Arc::new(text), vec![MODEL.to_owned()], limits)
     }
 
     /// Starts a worker, without an engine for `None`.
@@ -306,6 +317,12 @@ pub fn line(custom_id: &str) -> String {
 pub fn line_saying(custom_id: &str, text: &str) -> String {
     let (custom_id, body) = (serde_json::Value::from(custom_id), body_saying(text));
     format!(r#"{{"custom_id":{custom_id},"method":"POST","url":"/v1/chat/completions","body":{body}}}"#)
+}
+
+/// An input line whose body says `text`, with more fields: `,"temperature":0`.
+pub fn line_with(custom_id: &str, text: &str, fields: &str) -> String {
+    let line = line_saying(custom_id, text);
+    format!("{}{fields}}}}}", line.strip_suffix("}}").expect("a line ends with its body"))
 }
 
 /// The body of [`line_saying`].

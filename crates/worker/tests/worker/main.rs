@@ -5,6 +5,7 @@
 mod crash_points;
 mod isolation;
 mod leases;
+mod local;
 mod orders;
 mod outcomes;
 mod remote;

@@ -1,0 +1,136 @@
+//! Token requests, as the local engine takes them: merged, seeded, ordered, limited.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use overnight_testing::service::{line_saying, line_with};
+use overnight_testing::{Ask, Reply, ScriptedGenerate, TestService, wait};
+use overnight_types::OutcomeKind;
+use overnight_worker::WorkerHandle;
+
+async fn start(service: &TestService, engine: &ScriptedGenerate) -> WorkerHandle {
+    service.start_parts(Some((Arc::new(engine.clone()), service.local_mapper()))).await
+}
+
+#[tokio::test]
+async fn identical_greedy_requests_run_once_and_are_answered_each() {
+    let service = TestService::new().await;
+    let greedy = |id: usize, text: &str| line_with(&format!("item-{id}"), text, r#","temperature":0,"max_tokens":5"#);
+    let mut lines: Vec<String> = (0..40).map(|id| greedy(id, "the same")).collect();
+    lines.push(greedy(40, "another"));
+    // The same prompt with another limit is another request.
+    lines.push(line_with("item-41", "the same", r#","temperature":0,"max_tokens":6"#));
+    let job = service.submit_cut(&lines, 42).await;
+    let engine = ScriptedGenerate::new(|_| Reply::Text("answer".to_owned()));
+    let worker = start(&service, &engine).await;
+    service.until_outcomes(job, 42).await;
+    assert_eq!(engine.num_asked(), 3);
+    let outcomes = service.outcomes(job).await;
+    for (item, record) in &outcomes {
+        let line = String::from_utf8_lossy(&record.line).into_owned();
+        assert_eq!((record.outcome, record.usage.output_tokens), (OutcomeKind::Completed, 1), "{line}");
+        assert!(line.contains(&format!(r#""custom_id":"item-{item}""#)) && line.contains("answer"), "{line}");
+    }
+    let answers: BTreeSet<String> = outcomes.values().map(|record| body_id(&record.line)).collect();
+    assert_eq!(answers.len(), 42, "each answer has its own id");
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+fn body_id(line: &[u8]) -> String {
+    let line: serde_json::Value = serde_json::from_slice(line).unwrap();
+    line["response"]["body"]["id"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn followers_of_a_failed_request_are_tried_again_too() {
+    let service = TestService::new().await;
+    let lines: Vec<String> =
+        (0..10).map(|id| line_with(&format!("item-{id}"), "the same", r#","temperature":0"#)).collect();
+    let job = service.submit_cut(&lines, 10).await;
+    let engine = ScriptedGenerate::new(|ask| match ask.tries {
+        0 => Reply::Failed(overnight_worker::generate::Failure::Transient {
+            code: "lost".to_owned(),
+            message: "lost".to_owned(),
+        }),
+        _ => Reply::Text("answer".to_owned()),
+    });
+    let worker = start(&service, &engine).await;
+    service.until_outcomes(job, 10).await;
+    let outcomes = service.outcomes(job).await;
+    assert!(outcomes.values().all(|record| (record.outcome, record.attempts) == (OutcomeKind::Completed, 2)));
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+#[tokio::test]
+async fn drawn_seed_is_recorded_and_the_same_after_a_retry() {
+    let service = TestService::new().await;
+    let lines: Vec<String> = (0..20).map(|id| line_saying(&format!("item-{id}"), &format!("text {id}"))).collect();
+    let job = service.submit_cut(&lines, 20).await;
+    let seeds: Arc<Mutex<Vec<(String, u64)>>> = Arc::default();
+    let seen = seeds.clone();
+    let engine = ScriptedGenerate::new(move |ask: &Ask| {
+        seen.lock().unwrap().push((ask.text().to_owned(), ask.seed.unwrap()));
+        match ask.tries {
+            0 => Reply::Failed(overnight_worker::generate::Failure::Transient {
+                code: "lost".to_owned(),
+                message: "lost".to_owned(),
+            }),
+            _ => Reply::Text("answer".to_owned()),
+        }
+    });
+    let worker = start(&service, &engine).await;
+    service.until_outcomes(job, 20).await;
+    let asked: BTreeSet<(String, u64)> = seeds.lock().unwrap().iter().cloned().collect();
+    assert_eq!(asked.len(), 20, "one seed per item over both tries");
+    let used: BTreeSet<u64> = asked.iter().map(|(_, seed)| *seed).collect();
+    let recorded: BTreeSet<u64> = service.outcomes(job).await.values().map(|record| record.seed.unwrap()).collect();
+    assert_eq!((used.len(), recorded), (20, used));
+    worker.shutdown(Duration::from_secs(5)).await;
+}
+
+#[tokio::test]
+async fn window_is_fed_in_order_of_shared_prefix() {
+    let service = TestService::new().await;
+    let texts = ["alpha alpha", "beta beta", "gamma gamma"];
+    let lines: Vec<String> =
+        (0..30).map(|id| line_saying(&format!("item-{id}"), &format!("{} {id}", texts[id % 3]))).collect();
+    let job = service.submit_cut(&lines, 30).await;
+    let engine = ScriptedGenerate::new(|_| Reply::Text("answer".to_owned()));
+    let worker = start(&service, &engine).await;
+    service.until_outcomes(job, 30).await;
+    let asked = engine.asked();
+    assert!(asked.is_sorted_by_key(|prompt| tokens_of(prompt)), "{asked:?}");
+    worker.shutdown(Duration::from_secs(5)).await;
+}
+
+fn tokens_of(prompt: &[u8]) -> Vec<u32> {
+    serde_json::from_slice(prompt).unwrap()
+}
+
+#[tokio::test]
+async fn local_request_past_its_time_limit_ends_by_name_and_frees_its_place() {
+    let mut service = TestService::new().await;
+    service.config.request_timeout = Duration::from_millis(500);
+    let lines = [line_saying("slow", "slow one"), line_saying("quick", "quick")];
+    let job = service.submit_cut(&lines, 2).await;
+    let engine = ScriptedGenerate::new(|ask| match ask.order {
+        0 => Reply::Silence,
+        _ => Reply::Text("answer".to_owned()),
+    });
+    let worker = start(&service, &engine).await;
+    service.until_outcomes(job, 2).await;
+    let codes: BTreeSet<Option<String>> =
+        service.outcomes(job).await.into_values().map(|record| record.error_code).collect();
+    assert_eq!(codes, BTreeSet::from([None, Some("request_timeout".to_owned())]));
+    assert_eq!(engine.num_cancelled(), 1);
+    wait::until("the window to be empty", || async {
+        let in_flight = worker.status().window.items_in_flight;
+        if in_flight == 0 { Ok(()) } else { Err(format!("{in_flight} in flight")) }
+    })
+    .await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}

@@ -11,3 +11,4 @@ mod outcomes;
 mod remote;
 mod retries;
 mod sweep;
+mod whole;

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use overnight_blobs::{Blobs, ItemRecord, ObjectName, Prefix, SegmentReader};
+use overnight_engine::text::Text;
 use overnight_store::{
     FilePurpose, Files, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job, Jobs, NewFile, NewJob, NewShard, Segments,
     Shard, Shards, StepKind, Steps,
 };
-use overnight_engine::text::Text;
 use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::{
     Endpoint, FileId, ItemIndex, JobId, JobState, Limits, OutcomeKind, ShardIndex, ShardState, WorkerId,

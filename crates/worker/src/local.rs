@@ -148,3 +148,143 @@ fn no_bodies() -> Failure {
         message: "the local engine takes token ids; the mapper makes them of bodies".to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use overnight_engine::model::{Forward, ModelShape, StepInput};
+    use overnight_engine::request::Class;
+    use overnight_engine::{Engine, EngineConfig, Error, SamplingParams, StopRules};
+    use overnight_types::Endpoint;
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    /// Says token 1 for ever; fails when asked with token 3.
+    struct OneWord(ModelShape, Vec<f32>);
+
+    impl Forward for OneWord {
+        fn shape(&self) -> &ModelShape {
+            &self.0
+        }
+
+        fn allocate_kv_cache(&mut self, _: u32, _: u32) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error> {
+            if step.token_ids.contains(&3) {
+                return Err(Error::Stopped("no device".to_owned()));
+            }
+            self.1 = step.logits_tokens.iter().flat_map(|_| [0.0, 1.0, 0.0, 0.0]).collect();
+            Ok(&self.1)
+        }
+    }
+
+    fn local() -> LocalEngine {
+        let shape = ModelShape {
+            architecture: "OneWord".to_owned(),
+            vocab_size: 4,
+            max_position: 1 << 20,
+            eos_token_ids: vec![],
+            kv_bytes_per_token: 1,
+            weights_bytes: 0,
+        };
+        let config = EngineConfig { kv_cache_memory_bytes: Some(1 << 22), ..EngineConfig::default() };
+        let handle = Engine::start(Box::new(OneWord(shape, Vec::new())), None, &config).expect("it starts");
+        LocalEngine::new(handle, vec!["one-word".to_owned()])
+    }
+
+    fn tokens(prompt: &[u32], max_tokens: u32) -> Request {
+        let id = RequestId::next();
+        let tokens = overnight_engine::Request {
+            id,
+            class: Class::Job,
+            prompt: prompt.to_vec(),
+            sampling: SamplingParams::default(),
+            stop: StopRules { max_tokens, ..StopRules::default() },
+            logprobs: None,
+            prompt_logprobs: None,
+            skip_special_tokens: true,
+            stream: false,
+        };
+        let tokens = overnight_engine::Request {
+            sampling: SamplingParams { temperature: 0.0, ..tokens.sampling.clone() },
+            ..tokens
+        };
+        Request { id, class: Class::Job, input: Input::Tokens(Box::new(tokens)) }
+    }
+
+    /// Outputs until the channel closes, which it does when the last request has ended.
+    async fn all(mut receiver: mpsc::UnboundedReceiver<Vec<Output>>) -> Vec<Output> {
+        let collect = async {
+            let mut outputs = Vec::new();
+            while let Some(message) = receiver.recv().await {
+                outputs.extend(message);
+            }
+            outputs
+        };
+        tokio::time::timeout(Duration::from_secs(60), collect).await.expect("the channel closes")
+    }
+
+    fn failure(outputs: &[Output], wanted: RequestId) -> &Failure {
+        let found = outputs.iter().find_map(|output| match output {
+            Output::Failed { id, failure } if *id == wanted => Some(failure),
+            _ => None,
+        });
+        found.expect("it failed")
+    }
+
+    #[tokio::test]
+    async fn refused_and_unfit_inputs_fail_alone_and_the_channel_closes() {
+        let local = local();
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let good = tokens(&[0, 1], 3);
+        let bad = tokens(&[9], 3);
+        let id = RequestId::next();
+        let input = Input::Body { endpoint: Endpoint::Completions, json: bytes::Bytes::from_static(b"{}") };
+        let body = Request { id, class: Class::Job, input };
+        local.submit(vec![bad.clone(), good.clone(), body], sender).await.expect("it takes requests");
+        let outputs = all(receiver).await;
+        assert_eq!(outputs.len(), 3);
+        let refused = |id| match failure(&outputs, id) {
+            Failure::Refused { status, code, .. } => (*status, code.clone()),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(bad.id), (400, "invalid_token_id".to_owned()));
+        assert_eq!(refused(id), (400, "unsupported_input".to_owned()));
+        let said = outputs.iter().find_map(|output| match output {
+            Output::Tokens(tokens) if tokens.id == good.id => Some(tokens.token_ids.clone()),
+            _ => None,
+        });
+        assert_eq!(said, Some(vec![1, 1, 1]));
+    }
+
+    #[tokio::test]
+    async fn cancelled_request_says_so() {
+        let local = local();
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let endless = tokens(&[0], 1 << 19);
+        local.submit(vec![endless.clone()], sender).await.expect("it takes requests");
+        assert_eq!(local.status().state, EngineState::Ready);
+        local.cancel(&[endless.id]);
+        assert_eq!(failure(&all(receiver).await, endless.id), &Failure::Cancelled);
+    }
+
+    #[tokio::test]
+    async fn broken_engine_is_trouble_that_is_not_the_items() {
+        let local = local();
+        let (sender, receiver) = mpsc::unbounded_channel();
+        let requests = [tokens(&[0], 1 << 19), tokens(&[3], 2)];
+        local.submit(requests.to_vec(), sender.clone()).await.expect("it takes requests");
+        drop(sender);
+        let outputs = all(receiver).await;
+        for request in &requests {
+            assert!(matches!(failure(&outputs, request.id), Failure::EngineTrouble { .. }));
+        }
+        assert!(matches!(local.status().state, EngineState::Poisoned(_)));
+        let (sender, _) = mpsc::unbounded_channel();
+        assert!(local.submit(vec![tokens(&[0], 1)], sender).await.is_err());
+    }
+}

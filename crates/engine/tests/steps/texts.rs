@@ -1,5 +1,6 @@
 //! A tokenizer for the toy: an id per character, so that any text is several tokens.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use overnight_engine::text::Text;
@@ -7,8 +8,14 @@ use serde_json::json;
 
 use crate::toy::{EOS, VOCAB};
 
-/// Ids 0…93 are `!` to `~`, 94 a space, 95 the first byte of `é`, 96 the end.
 pub(crate) fn text() -> Arc<Text> {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    write_tokenizer(folder.path());
+    Arc::new(Text::from_dir(folder.path()).expect("a good tokenizer"))
+}
+
+/// Ids 0…93 are `!` to `~`, 94 a space, 95 the first byte of `é`, 96 the end.
+pub(crate) fn write_tokenizer(folder: &Path) {
     let mut vocab = serde_json::Map::new();
     for (id, character) in ('!'..='~').enumerate() {
         vocab.insert(character.to_string(), json!(id));
@@ -30,9 +37,7 @@ pub(crate) fn text() -> Arc<Text> {
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []
         }
     });
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).expect("written");
-    Arc::new(Text::from_dir(folder.path()).expect("a good tokenizer"))
+    std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).expect("written");
 }
 
 /// The id of a printable character.

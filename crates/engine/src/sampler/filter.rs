@@ -68,9 +68,7 @@ impl Candidates {
         } else if top_p < 1.0 {
             let sum = reduce::sum_weights(logits, max, scale, sums);
             total = Some(sum);
-            // Ids rarer than (1 - p) / V sum to less than 1 - p: the kept ones are above.
-            let rarest = (1.0 - f64::from(top_p)) / logits.len() as f64 * sum;
-            max + rarest.ln() as f32 / scale
+            nucleus_bound(logits, maxima, f64::from(top_p) * sum, filter)
         } else {
             max + min_p.ln() / scale
         };
@@ -147,6 +145,34 @@ impl Candidates {
             }
         }
     }
+}
+
+/// A logit that the ids of the nucleus, whose weights reach `mass`, are not below: counts
+/// ids in steps of likelihood and takes each at its step's least weight.
+fn nucleus_bound(logits: &[f32], maxima: &[f32], mass: f64, filter: &Filter) -> f32 {
+    /// Steps per factor of e, and all of them; rarer ids are not counted.
+    const PER_E: f32 = 8.0;
+    const NUM_STEPS: usize = 256;
+    let lowest = filter.max - NUM_STEPS as f32 / PER_E / filter.scale;
+    let mut counts = [0u32; NUM_STEPS];
+    for (chunk, _) in logits.chunks(CHUNK).zip(maxima).filter(|(_, max)| **max > lowest) {
+        for &logit in chunk {
+            let step = ((filter.max - logit) * filter.scale * PER_E) as usize;
+            if let Some(count) = counts.get_mut(step) {
+                *count += 1;
+            }
+        }
+    }
+    let mut reached = 0.0;
+    for (step, &count) in (1..).zip(&counts) {
+        let below = -(step as f32) / PER_E;
+        // A thousandth less, so that no rounding makes the bound too high.
+        reached += f64::from(count) * f64::from(below).exp() * 0.999;
+        if reached >= mass {
+            return filter.max + below / filter.scale;
+        }
+    }
+    f32::NEG_INFINITY
 }
 
 /// Moves the `num` likeliest keys to the front and returns the last of them.

@@ -16,6 +16,7 @@ mod error;
 mod events;
 mod faults;
 mod files;
+mod job_row;
 mod jobs;
 mod maintain;
 mod migrate;

@@ -28,7 +28,7 @@ pub mod step;
 pub mod text;
 #[cfg(test)]
 #[path = "../../testing/src/tiny_model.rs"]
-#[expect(unreachable_pub, dead_code, reason = "shared with `testing`, which depends on this crate")]
+#[expect(unreachable_pub, reason = "shared with `testing`, which depends on this crate")]
 mod tiny_model;
 pub mod weights;
 

@@ -259,9 +259,9 @@ impl Row {
                 self.scales[index * 8 + sub] = scale * f32::from(s);
                 self.mins[index * 8 + sub] = -(min * f32::from(m));
                 let nibbles = &block[16 + sub / 2 * 32..];
-                for j in 0..32 {
-                    let nibble = if sub % 2 == 0 { nibbles[j] & 15 } else { nibbles[j] >> 4 };
-                    self.quants[index * 256 + sub * 32 + j] = nibble as i8;
+                let out = &mut self.quants[index * 256 + sub * 32..][..32];
+                for (quant, byte) in out.iter_mut().zip(nibbles) {
+                    *quant = (if sub % 2 == 0 { byte & 15 } else { byte >> 4 }) as i8;
                 }
             }
         }

@@ -161,6 +161,7 @@ mod avx2 {
 
     /// # Safety
     /// As [`super::run`]: `row..row + R` and `group..group + G` are within bounds.
+    #[expect(clippy::needless_range_loop, reason = "r and g number registers of a tile")]
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn tile<E: Element, const R: usize, const G: usize>(

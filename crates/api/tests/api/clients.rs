@@ -1,0 +1,56 @@
+//! The official OpenAI clients against a server of this process.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, OnceLock};
+
+use overnight_testing::ScriptedGenerate;
+use overnight_testing::service::MODEL;
+use overnight_worker::generate::Generate;
+
+use crate::server::Server;
+use crate::words::{Words, mapper};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("the crate lies two folders deep").to_owned()
+}
+
+/// Runs a client script; says on stderr when what it needs is not installed.
+async fn run(program: PathBuf, script: &str, needs: &str) {
+    if !program.exists() {
+        eprintln!("not run: {needs} is missing; tests/setup.sh installs it");
+        return;
+    }
+    let engine: Arc<dyn Generate> = Arc::new(Words::default());
+    let server = Server::with(ScriptedGenerate::echo(), |state| {
+        state.generate = Some(Arc::clone(&engine));
+        state.mapper = Arc::new(OnceLock::from(mapper()));
+    })
+    .await;
+    let worker = server.service.start_parts(Some((engine, mapper()))).await;
+    let address = server.listen().await;
+    let output = tokio::process::Command::new(&program)
+        .arg(root().join("tests/clients").join(script))
+        .args([&format!("http://{address}/v1"), MODEL])
+        .stdin(Stdio::null())
+        .output()
+        .await
+        .expect("the client starts");
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{script} failed:\n{out}\n{err}");
+    assert!(out.trim_end().starts_with("ok "), "{out}");
+    worker.shutdown(std::time::Duration::from_secs(5)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn official_python_client_runs_the_whole_cycle() {
+    run(root().join("target/venv/bin/python"), "openai_client.py", "target/venv with the openai package").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn official_javascript_client_runs_the_whole_cycle() {
+    let node = ["/usr/bin/node", "/usr/local/bin/node"].map(PathBuf::from).into_iter().find(|path| path.exists());
+    let installed = root().join("target/clients/node_modules/openai/package.json").exists();
+    let node = node.filter(|_| installed).unwrap_or_else(|| root().join("target/clients/missing"));
+    run(node, "openai_client.mjs", "node, or target/clients with the openai package").await;
+}

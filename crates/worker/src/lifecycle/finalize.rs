@@ -23,7 +23,7 @@ use crate::Error;
 
 /// Shard rows, and about as many segment rows, per read.
 const SHARDS_PER_READ: u32 = 64;
-const SEGMENTS_PER_READ: u32 = 512;
+const SEGMENTS_PER_READ: u32 = 128;
 /// Shards read ahead of the one that is being written.
 const SHARDS_AHEAD: usize = 2;
 

@@ -366,3 +366,23 @@ async fn odd_custom_ids_come_back_as_they_were_written() {
         assert!(memchr::memmem::find(line, wanted.as_bytes()).is_some(), "{token} in {error:?}");
     }
 }
+
+// More shards and segments than one read of rows holds, some shards with two segments.
+#[tokio::test]
+async fn job_of_many_shards_is_published_whole() {
+    let service = TestService::new().await;
+    let id = service.submit(&numbered_lines(150)).await;
+    let mut context = context(&service);
+    (context.limits.shard_items_max, context.limits.small_shard_items_max) = (1, 1);
+    overnight_worker::lifecycle::intake::run(&context, &claim(&service, StepKind::Intake).await).await.unwrap();
+    assert_eq!(service.job(id).await.num_shards, 150);
+    run_items(&service, id, |item| Some(if item % 7 == 0 { Failed } else { Completed })).await;
+    run_finalize(&service).await.unwrap();
+    ended(&service, id, JobState::Completed).await;
+    reopen(&service, id, not_completed()).await;
+    run_items(&service, id, |_| Some(Completed)).await;
+    run_finalize(&service).await.unwrap();
+    let (output, error) = ended(&service, id, JobState::Completed).await;
+    assert_eq!((output.len(), error.len()), (150, 0));
+    assert_eq!(output.iter().filter(|line| line.contains("\"round\":2")).count(), 22);
+}

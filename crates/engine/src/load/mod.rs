@@ -10,6 +10,8 @@ mod assemble;
 mod dummy;
 mod folder;
 mod gguf_weights;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -285,3 +285,80 @@ macro_rules! dot_of_vnni {
 kernels!(avx2, "avx2,fma,f16c", madd_then_add);
 #[cfg(target_arch = "x86_64")]
 kernels!(vnni, "avx2,fma,f16c,avx512vnni,avx512vl", dot_of_vnni);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::packed::{Blocks, Data, Packed};
+    use crate::cpu::simd::vector;
+
+    /// Rows of blocks with random bytes, and scales of a sensible size.
+    fn packed(format: Blocks, rows: usize, cols: usize) -> Packed {
+        let (elements, len, halves): (usize, usize, &[usize]) = match format {
+            Blocks::Q5_0 => (32, 22, &[0]),
+            Blocks::Q8_0 => (32, 34, &[0]),
+            Blocks::Q4K => (256, 144, &[0, 2]),
+            Blocks::Q6K => (256, 210, &[208]),
+        };
+        let mut state = 7u32;
+        let mut random = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        };
+        let mut bytes: Vec<u8> = (0..rows * cols / elements * len).map(|_| random()).collect();
+        for block in bytes.chunks_exact_mut(len) {
+            for &at in halves {
+                let scale = f16::from_f32(0.01 + f32::from(block[5]) / 1e4);
+                block[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+        Packed::from_blocks(format, rows, cols, &bytes)
+    }
+
+    fn product(isa: Isa, matrix: &Packed, x: &[f32], split: usize) -> Vec<f32> {
+        let (cols, rows) = (matrix.cols, x.len() / matrix.cols);
+        let (mut quants, mut sums) = (vec![0; x.len()], vec![0.0; x.len() / 32]);
+        let scales: Vec<f32> = (0..rows)
+            .map(|t| {
+                let (q, s) = (&mut quants[t * cols..][..cols], &mut sums[t * cols / 32..][..cols / 32]);
+                vector::quantize(isa, q, s, &x[t * cols..][..cols])
+            })
+            .collect();
+        let mut out = vec![f32::NAN; rows * matrix.rows];
+        let parts = Parts::new(&mut out);
+        let target = Target { out: &parts, stride: matrix.rows, column: 0, width: matrix.rows };
+        let acts = Acts { quants: &quants, scales: &scales, sums: &sums, cols };
+        let Data::Quant(weights) = &matrix.data else { panic!("quantized") };
+        for first in (0..rows).step_by(split) {
+            // SAFETY: one thread.
+            unsafe {
+                run(isa, weights, acts, first..(first + split).min(rows), 0..matrix.rows.div_ceil(LANES), &target);
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn products_are_near_exact_and_the_same_bits_on_every_path() {
+        for format in [Blocks::Q5_0, Blocks::Q8_0, Blocks::Q4K, Blocks::Q6K] {
+            let matrix = packed(format, 37, 512);
+            let x: Vec<f32> = (0..13 * 512).map(|i| ((i * 31 % 97) as f32 - 48.0) / 20.0).collect();
+            let got = product(Isa::Plain, &matrix, &x, 13);
+            let mut row = vec![0.0; 512];
+            for n in 0..37 {
+                matrix.read_row(n, &mut row);
+                for t in 0..13 {
+                    let terms = || row.iter().zip(&x[t * 512..]).map(|(w, x)| f64::from(*w) * f64::from(*x));
+                    let (want, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+                    let error = (f64::from(got[t * 37 + n]) - want).abs();
+                    assert!(error <= 1e-4 * size, "{format:?} [{t}, {n}]: off by {error} of {size}");
+                }
+            }
+            for isa in Isa::available() {
+                for split in [1, 5, 13] {
+                    assert_eq!(product(isa, &matrix, &x, split), got, "{format:?} {isa:?} in rows of {split}");
+                }
+            }
+        }
+    }
+}

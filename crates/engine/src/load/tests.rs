@@ -1,0 +1,160 @@
+//! Folders that are whole, and folders that are not.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::Error;
+use crate::config::EngineConfig;
+use crate::load::{LoadFormat, ModelSource, load_cpu};
+use crate::model::Forward;
+use crate::tiny_model::{TinyArch, TinyModel, safetensors_bytes};
+
+type Tensors = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
+fn attempt(folder: &Path) -> Result<u64, Error> {
+    attempt_as(folder, LoadFormat::Auto)
+}
+
+fn attempt_as(folder: &Path, load_format: LoadFormat) -> Result<u64, Error> {
+    let config = EngineConfig { num_threads: Some(1), ..EngineConfig::default() };
+    let model = load_cpu(&ModelSource { path: folder.to_owned(), load_format }, &config)?;
+    Ok(model.shape().weights_bytes)
+}
+
+/// A folder with a tiny model, changed by `change`.
+fn folder(tiny: &TinyModel, change: impl FnOnce(&mut Value, &mut Tensors)) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    tiny.write(folder.path()).expect("write");
+    let (mut config, mut tensors) = (tiny.config(), tiny.tensors());
+    change(&mut config, &mut tensors);
+    write(folder.path(), "config.json", config.to_string().as_bytes());
+    write(folder.path(), "model.safetensors", &safetensors_bytes(&tensors));
+    folder
+}
+
+fn write(folder: &Path, name: &str, bytes: &[u8]) {
+    std::fs::write(folder.join(name), bytes).expect("write");
+}
+
+#[track_caller]
+fn refused(folder: &Path, words: &[&str]) {
+    let error = attempt(folder).expect_err("refused").to_string();
+    for word in words {
+        assert!(error.contains(word), "{error:?} does not say {word:?}");
+    }
+}
+
+fn llama() -> TinyModel {
+    TinyModel::new(TinyArch::Llama)
+}
+
+// Field report 60.
+#[test]
+fn tied_flag_decides_also_where_a_head_is_there() {
+    let own = attempt(folder(&llama(), |_, _| {}).path()).expect("own head");
+    let tied = attempt(folder(&llama(), |config, _| config["tie_word_embeddings"] = json!(true)).path()).expect("tied");
+    assert!(tied < own, "the head is not loaded");
+}
+
+// Field report 61.
+#[test]
+fn untied_model_without_a_head_is_refused_by_name() {
+    let folder = folder(&llama(), |_, tensors| drop(tensors.remove("lm_head.weight")));
+    refused(folder.path(), &["lm_head.weight", "tie_word_embeddings"]);
+}
+
+// Field report 61.
+#[test]
+fn names_without_the_prefix_are_loaded() {
+    for prefix in ["", "model.language_model.", "language_model.model."] {
+        let folder = folder(&TinyModel::new(TinyArch::Qwen3), |_, tensors| {
+            let old = std::mem::take(tensors);
+            tensors.extend(old.into_iter().map(|(name, t)| (name.replacen("model.", prefix, 1), t)));
+        });
+        attempt(folder.path()).expect(prefix);
+    }
+}
+
+fn sharded(folder: &Path) {
+    let (mut first, mut map) = (llama().tensors(), serde_json::Map::new());
+    let second = first.split_off("model.layers.1");
+    for (name, file) in first.keys().map(|n| (n, "a.safetensors")).chain(second.keys().map(|n| (n, "b.safetensors"))) {
+        map.insert(name.clone(), json!(file));
+    }
+    write(folder, "a.safetensors", &safetensors_bytes(&first));
+    write(folder, "b.safetensors", &safetensors_bytes(&second));
+    write(folder, "model.safetensors.index.json", json!({"weight_map": map}).to_string().as_bytes());
+    std::fs::remove_file(folder.join("model.safetensors")).expect("remove");
+}
+
+// Field report 62.
+#[test]
+fn shards_load_by_the_index_and_a_missing_one_is_named() {
+    let folder = folder(&llama(), |_, _| {});
+    sharded(folder.path());
+    attempt(folder.path()).expect("whole");
+    std::fs::remove_file(folder.path().join("b.safetensors")).expect("remove");
+    refused(folder.path(), &["b.safetensors", "missing"]);
+}
+
+// Field report 62.
+#[test]
+fn tensor_in_two_shards_names_both_files() {
+    let folder = folder(&llama(), |_, _| {});
+    sharded(folder.path());
+    write(folder.path(), "b.safetensors", &safetensors_bytes(&llama().tensors()));
+    refused(folder.path(), &["a.safetensors", "b.safetensors", "also in"]);
+}
+
+// Field report 62.
+#[test]
+fn cut_file_is_named() {
+    let folder = folder(&llama(), |_, _| {});
+    let bytes = std::fs::read(folder.path().join("model.safetensors")).expect("read");
+    for len in [0, 5, 100, bytes.len() - 1] {
+        write(folder.path(), "model.safetensors", &bytes[..len]);
+        refused(folder.path(), &["model.safetensors"]);
+    }
+}
+
+// Field report 62.
+#[test]
+fn pickle_is_passed_over_beside_safetensors_and_refused_alone() {
+    let folder = folder(&llama(), |_, _| {});
+    write(folder.path(), "pytorch_model.bin", b"never read");
+    attempt(folder.path()).expect("the safetensors");
+    std::fs::remove_file(folder.path().join("model.safetensors")).expect("remove");
+    refused(folder.path(), &["pytorch_model.bin", "pickle", "runs whatever code"]);
+}
+
+#[test]
+fn wrong_shape_and_leftover_tensor_are_named() {
+    let wrong = folder(&llama(), |config, _| config["intermediate_size"] = json!(256));
+    refused(wrong.path(), &["mlp.gate_proj.weight", "[128, 64]", "[256, 64]"]);
+    let bias = folder(&llama(), |_, tensors| {
+        tensors.insert("model.layers.0.self_attn.q_proj.bias".to_owned(), (vec![128], vec![0.0; 128]));
+    });
+    refused(bias.path(), &["self_attn.q_proj.bias"]);
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    let with = |key: &str, value: Value| folder(&llama(), |config, _| config[key] = value);
+    refused(with("architectures", json!(["FooForCausalLM"])).path(), &["FooForCausalLM", "Qwen3ForCausalLM"]);
+    refused(with("hidden_act", json!("gelu")).path(), &["hidden_act", "gelu"]);
+    refused(with("attention_bias", json!(true)).path(), &["attention_bias"]);
+    refused(with("quantization_config", json!({"quant_method": "gptq"})).path(), &["gptq"]);
+    // Field report 57.
+    refused(with("rope_scaling", json!({"rope_type": "longrope", "factor": 2.0})).path(), &["longrope"]);
+    refused(with("final_logit_softcapping", json!(30.0)).path(), &["final_logit_softcapping"]);
+}
+
+#[test]
+fn dummy_weights_need_only_the_configuration() {
+    let folder = folder(&llama(), |_, _| {});
+    std::fs::remove_file(folder.path().join("model.safetensors")).expect("remove");
+    attempt_as(folder.path(), LoadFormat::Dummy).expect("random weights");
+    refused(folder.path(), &["no *.safetensors"]);
+}

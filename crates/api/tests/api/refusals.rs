@@ -172,3 +172,18 @@ async fn document_of_the_routes_is_served() {
     let described = document["components"]["schemas"]["Batch"]["properties"].as_object().unwrap();
     assert_eq!(described.keys().collect::<Vec<_>>(), batch.as_object().unwrap().keys().collect::<Vec<_>>());
 }
+
+#[tokio::test]
+async fn panic_of_a_handler_is_500_and_the_server_goes_on() {
+    async fn boom() -> &'static str {
+        panic!("secret of the inside")
+    }
+    let server = Server::with(ScriptedGenerate::echo(), |state| {
+        state.extra = axum::Router::new().route("/v1/boom", axum::routing::get(boom));
+    })
+    .await;
+    let answer = server.get("/v1/boom").await;
+    assert_eq!(answer.error(500).2, "internal_error");
+    assert!(!answer.text().contains("secret"), "{answer:?}");
+    server.get("/v1/batches").await.ok();
+}

@@ -1,9 +1,9 @@
-//! Times steps of the CPU back end on a real model, in the shapes of `llamacpp_cpu`-like runs:
+//! Times steps of the CPU back end on a real model, many sequences at once:
 //!
 //! `cargo run --release -p overnight-engine --example cpu_step -- MODEL [N_SEQ PROMPT OUT THREADS]`
 //!
 //! Prefills `N_SEQ` random prompts in steps of 512 tokens, then decodes greedily, all sequences
-//! in one step, and prints tokens per second and the share of each kind of operation.
+//! in one step, and prints tokens per second of both and of the whole.
 
 use std::io::Write;
 use std::time::{Duration, Instant};

@@ -117,12 +117,14 @@ impl Server {
     pub(crate) fn start(home: &Home, arguments: &[&str]) -> Self {
         let log = home.path().join("serve.log");
         let stderr = std::fs::File::create(&log).expect("a log file");
+        // A killed server leaves its card, which must not be taken for the new one's.
+        let card = home.path().join("overnight-data/server.json");
+        let _ = std::fs::remove_file(&card);
         let mut all = vec!["serve", "--port", "0"];
         all.extend(arguments);
         let child =
             home.command(&all).stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().expect("starts");
         let mut server = Self { child, log };
-        let card = home.path().join("overnight-data/server.json");
         let start = Instant::now();
         while !card.is_file() {
             if let Some(status) = server.child.try_wait().expect("a child can be asked") {

@@ -107,7 +107,7 @@ fn piped_stdout_holds_data_only() {
     home.file("in.jsonl", &items(3, "m"));
     home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
     let said = home.batch(&["list"]).expect(0);
-    let cells: Vec<&str> = said.stdout.trim_end().split('\t').collect();
+    let cells: Vec<&str> = said.stdout.trim_end_matches('\n').split('\t').collect();
     assert_eq!(cells.len(), 7, "{said:?}");
     assert_eq!((cells[1], cells[2], cells[3]), ("completed", "3/3", "0"));
     assert!(cells[0].len() == 38 && cells[4].ends_with('Z'), "full ids and absolute times: {said:?}");
@@ -148,8 +148,9 @@ fn failed_requests_are_exit_3_and_grouped() {
 #[test]
 fn batch_that_failed_is_exit_8_with_its_reason() {
     let home = Home::new();
+    let urls = format!("engine.base_urls=[\"{}\"]", answering("200 OK", "{}"));
     let names = "engine.served_model_name=[\"only\"]";
-    let _server = Server::start(&home, &["--set", "engine.kind=instant", "--set", names]);
+    let _server = Server::start(&home, &["--set", "engine.kind=openai", "--set", &urls, "--set", names]);
     home.file("in.jsonl", &items(2, "other"));
     let said = home.batch(&["submit", "in.jsonl", "--wait"]).expect(8);
     assert!(said.stderr.contains("model_not_found"), "{said:?}");
@@ -288,7 +289,6 @@ fn server_killed_in_the_middle_goes_on_by_itself() {
     home.file("in.jsonl", &items(50_000, "m"));
     let id = home.batch(&["submit", "in.jsonl"]).expect(0).stdout.trim().to_owned();
     drop(server);
-    let _ = std::fs::remove_file(home.path().join("overnight-data/server.json"));
     let _server = Server::instant(&home);
     home.batch(&["status", &id, "--wait", "--exit-status"]).expect(0);
     assert_eq!(home.batch(&["results", &id]).expect(0).stdout.lines().count(), 50_000);

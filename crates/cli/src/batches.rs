@@ -84,8 +84,7 @@ pub(crate) fn card(batch: &Value) -> String {
     line("name", plain(&batch["name"]));
     line("model", plain(&batch["model"]));
     line("endpoint", plain(&batch["endpoint"]));
-    if counts.total > 0 {
-        let percent = counts.done * 100 / counts.total;
+    if let Some(percent) = (counts.done * 100).checked_div(counts.total) {
         line(
             "requests",
             format!(

@@ -74,12 +74,18 @@ impl Exit {
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) exit: Exit,
+    silent: bool,
+    /// Apart, so that a result stays small.
+    said: Box<Said>,
+}
+
+#[derive(Debug, Default)]
+struct Said {
     code: Option<String>,
     message: String,
     notes: Vec<String>,
     hint: Option<String>,
     request_id: Option<String>,
-    silent: bool,
 }
 
 /// What every command returns.
@@ -88,15 +94,7 @@ pub(crate) type Result<T = (), E = Failure> = std::result::Result<T, E>;
 impl Failure {
     /// A failure in words: lower case, no full stop.
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self {
-            exit,
-            code: None,
-            message: message.into(),
-            notes: Vec::new(),
-            hint: None,
-            request_id: None,
-            silent: false,
-        }
+        Self { exit, silent: false, said: Box::new(Said { message: message.into(), ..Said::default() }) }
     }
 
     /// Wrong usage.
@@ -126,44 +124,44 @@ impl Failure {
 
     /// A stable word for programs.
     pub(crate) fn code(mut self, code: impl Into<String>) -> Self {
-        self.code = Some(code.into());
+        self.said.code = Some(code.into());
         self
     }
 
     /// What to do; printed last.
     pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(hint.into());
+        self.said.hint = Some(hint.into());
         self
     }
 
     /// One more line, with its own mark (`--> file:line`, `|  text`, `= note`).
     pub(crate) fn note(mut self, note: impl Into<String>) -> Self {
-        self.notes.push(note.into());
+        self.said.notes.push(note.into());
         self
     }
 
     /// The server's request id.
     pub(crate) fn request_id(mut self, id: Option<String>) -> Self {
-        self.request_id = id;
+        self.said.request_id = id;
         self
     }
 
     /// The message alone.
     pub(crate) fn message(&self) -> &str {
-        &self.message
+        &self.said.message
     }
 
     /// For a terminal or a log: several lines, the most important last.
     pub(crate) fn to_text(&self, color: bool) -> String {
         let (red, bold, end) = if color { ("\x1b[31;1m", "\x1b[1m", "\x1b[0m") } else { ("", "", "") };
-        let mut text = format!("{red}error:{end} {bold}{}{end}\n", escape(&self.message));
-        for note in &self.notes {
+        let mut text = format!("{red}error:{end} {bold}{}{end}\n", escape(&self.said.message));
+        for note in &self.said.notes {
             let _ = writeln!(text, "  {}", escape(note));
         }
-        if let Some(id) = &self.request_id {
+        if let Some(id) = &self.said.request_id {
             let _ = writeln!(text, "  = request id: {}", escape(id));
         }
-        if let Some(hint) = &self.hint {
+        if let Some(hint) = &self.said.hint {
             let _ = writeln!(text, "  = help: {}", escape(hint));
         }
         text
@@ -171,14 +169,14 @@ impl Failure {
 
     /// For `--json`: one object on one line.
     pub(crate) fn to_json(&self) -> String {
-        let code = self.code.clone().unwrap_or_else(|| self.exit.code().to_owned());
-        let mut hint = self.hint.clone();
-        if !self.notes.is_empty() {
-            let notes = self.notes.join("\n");
+        let code = self.said.code.clone().unwrap_or_else(|| self.exit.code().to_owned());
+        let mut hint = self.said.hint.clone();
+        if !self.said.notes.is_empty() {
+            let notes = self.said.notes.join("\n");
             hint = Some(hint.map_or(notes.clone(), |hint| format!("{notes}\n{hint}")));
         }
         serde_json::json!({"error": {
-            "code": code, "message": self.message, "hint": hint, "request_id": self.request_id,
+            "code": code, "message": self.said.message, "hint": hint, "request_id": self.said.request_id,
         }})
         .to_string()
     }

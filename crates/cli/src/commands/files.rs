@@ -107,7 +107,11 @@ pub(crate) async fn run(args: FilesArgs, app: &App) -> Result {
             let id = checked(&id)?;
             app.ui.confirm(&format!("delete {id}"))?;
             let gone = client.delete(&format!("/v1/files/{id}")).await?;
-            if app.ui.is_json() { app.ui.data(&format!("{gone}\n")) } else { Ok(app.ui.say(format!("deleted {id}"))) }
+            if app.ui.is_json() {
+                return app.ui.data(&format!("{gone}\n"));
+            }
+            app.ui.say(format!("deleted {id}"));
+            Ok(())
         }
     }
 }

@@ -60,7 +60,7 @@ impl Loaded {
     pub(crate) fn from_settings(settings: Vec<Setting>) -> Result<Self> {
         let known = known_keys();
         for setting in &settings {
-            if !known.iter().any(|key| *key == setting.key) {
+            if !known.contains(&setting.key) {
                 return Err(unknown_key(setting, &known));
             }
         }
@@ -105,10 +105,10 @@ impl Loaded {
             let what = format!("{} is not allowed, allowed is {}", err.value, err.allowed);
             return Err(self.out_of_range(&format!("api.{}", err.key), &what));
         }
-        for (key, what) in sections::problems(config) {
-            return Err(self.out_of_range(key, &what));
+        match sections::problems(config).first() {
+            Some((key, what)) => Err(self.out_of_range(key, what)),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn out_of_range(&self, key: &str, what: &str) -> Failure {

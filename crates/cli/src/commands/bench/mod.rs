@@ -21,12 +21,12 @@ enum BenchCommand {
     /// from upload to published file through a real server
     Durable(durable::DurableArgs),
     /// The engine alone: requests of equal length, all at once
-    Throughput(throughput::ThroughputArgs),
+    Throughput(Box<throughput::ThroughputArgs>),
 }
 
 pub(crate) async fn run(args: BenchArgs, app: &App) -> Result {
     match args.command {
         BenchCommand::Durable(args) => durable::run(args, app).await,
-        BenchCommand::Throughput(args) => throughput::run(args, app).await,
+        BenchCommand::Throughput(args) => throughput::run(*args, app).await,
     }
 }

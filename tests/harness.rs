@@ -1,0 +1,223 @@
+//! Starts, kills and asks the real `batch`, as a user's supervisor would.
+//!
+//! Every wait has a limit and says the last thing it saw. Owns the child process:
+//! dropping a [`Service`] kills it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+/// The binary under test: `OVERNIGHT_TEST_BATCH`, or the one beside this test's folder.
+pub(crate) fn batch_binary() -> PathBuf {
+    if let Some(path) = std::env::var_os("OVERNIGHT_TEST_BATCH") {
+        return path.into();
+    }
+    let test = std::env::current_exe().expect("a test knows its own path");
+    let folder = test.parent().and_then(Path::parent).expect("tests lie in target/<profile>/deps");
+    let path = folder.join("batch");
+    assert!(path.is_file(), "{} is not built; run `cargo build --workspace --all-targets` first", path.display());
+    path
+}
+
+/// A port that was free a moment ago.
+pub(crate) fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
+    listener.local_addr().expect("a bound socket has an address").port()
+}
+
+/// A `batch serve` process on loopback.
+#[derive(Debug)]
+pub(crate) struct Service {
+    child: Child,
+    pub(crate) url: String,
+    log: PathBuf,
+}
+
+impl Service {
+    /// Starts `batch serve` on `data_dir`; extra arguments and environment come last.
+    pub(crate) fn start(data_dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Self {
+        let port = free_port();
+        let mut all = vec!["serve".to_owned(), "--port".to_owned(), port.to_string()];
+        all.extend(args.iter().map(|&arg| arg.to_owned()));
+        Self::spawn(data_dir, &all, env, port)
+    }
+
+    /// Starts `batch worker` on `data_dir`. It has no door: only signals reach it.
+    pub(crate) fn start_worker(data_dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Self {
+        let mut all = vec!["worker".to_owned()];
+        all.extend(args.iter().map(|&arg| arg.to_owned()));
+        Self::spawn(data_dir, &all, env, 0)
+    }
+
+    fn spawn(data_dir: &Path, args: &[String], env: &[(&str, &str)], port: u16) -> Self {
+        let log = data_dir.with_extension("log");
+        let file = std::fs::File::options().create(true).append(true).open(&log).expect("log can be written");
+        let child = Command::new(batch_binary())
+            .args(["--data-dir", data_dir.to_str().expect("test paths are UTF-8")])
+            .args(args)
+            .envs(env.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(file)
+            .spawn()
+            .expect("batch starts");
+        Self { child, url: format!("http://127.0.0.1:{port}"), log }
+    }
+
+    /// Sends a signal by name, for example `KILL`, `STOP`, `CONT`, `TERM`.
+    pub(crate) fn signal(&self, name: &str) {
+        let signal = match name {
+            "KILL" => rustix::process::Signal::KILL,
+            "STOP" => rustix::process::Signal::STOP,
+            "CONT" => rustix::process::Signal::CONT,
+            "TERM" => rustix::process::Signal::TERM,
+            _ => panic!("no such signal in this harness: {name}"),
+        };
+        let pid = rustix::process::Pid::from_child(&self.child);
+        // A process that is gone already is what the caller wanted.
+        drop(rustix::process::kill_process(pid, signal));
+    }
+
+    /// Kills it at once and waits until it is gone.
+    pub(crate) fn kill(&mut self) {
+        self.signal("KILL");
+        self.child.wait().expect("a killed child can be waited for");
+    }
+
+    /// Waits for its own end; panics after `limit`.
+    pub(crate) async fn wait_exit(&mut self, limit: Duration) -> std::process::ExitStatus {
+        let end = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("a child can be asked") {
+                return status;
+            }
+            assert!(Instant::now() < end, "batch serve did not exit within {limit:?}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Whether the process has ended by itself.
+    pub(crate) fn has_exited(&mut self) -> bool {
+        self.child.try_wait().expect("a child can be asked").is_some()
+    }
+
+    /// The end of its log, for a failure's message.
+    pub(crate) fn log_tail(&self) -> String {
+        let text = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(30)..].join("\n")
+    }
+
+    /// One GET or POST; `None` when the server is not there.
+    pub(crate) async fn call(&self, method: &str, path: &str, body: Option<Value>) -> Option<(u16, Value)> {
+        let client = reqwest::Client::new();
+        let url = format!("{}{path}", self.url);
+        let request = match method {
+            "GET" => client.get(url),
+            "POST" => client.post(url),
+            "DELETE" => client.delete(url),
+            _ => panic!("no such method in this harness: {method}"),
+        };
+        let request = request.timeout(Duration::from_secs(20));
+        let request = if let Some(body) = body { request.json(&body) } else { request };
+        let response = request.send().await.ok()?;
+        let status = response.status().as_u16();
+        let text = response.text().await.ok()?;
+        Some((status, serde_json::from_str(&text).unwrap_or(Value::String(text))))
+    }
+
+    /// Waits until it answers (engine ready or not); panics after `limit`.
+    pub(crate) async fn wait_up(&mut self, limit: Duration) {
+        let end = Instant::now() + limit;
+        while self.call("GET", "/version", None).await.is_none() {
+            assert!(!self.has_exited(), "batch serve ended at its start\n{}", self.log_tail());
+            assert!(Instant::now() < end, "batch serve did not answer within {limit:?}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Uploads a batch input file and returns its id.
+    pub(crate) async fn upload(&self, name: &str, bytes: Vec<u8>) -> String {
+        let part = reqwest::multipart::Part::bytes(bytes).file_name(name.to_owned());
+        let form = reqwest::multipart::Form::new().text("purpose", "batch").part("file", part);
+        let request = reqwest::Client::new().post(format!("{}/v1/files", self.url)).multipart(form);
+        let response = request.timeout(Duration::from_secs(60)).send().await.expect("upload is answered");
+        let status = response.status();
+        let body: Value = response.json().await.expect("upload answers JSON");
+        assert!(status.is_success(), "upload: {status} {body}");
+        body["id"].as_str().expect("a file has an id").to_owned()
+    }
+
+    /// Creates a batch on an uploaded file and returns its id.
+    pub(crate) async fn create(&self, file: &str, endpoint: &str) -> String {
+        let body = json!({"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"});
+        let (status, batch) = self.call("POST", "/v1/batches", Some(body)).await.expect("create is answered");
+        assert_eq!(status, 200, "create: {batch}");
+        batch["id"].as_str().expect("a batch has an id").to_owned()
+    }
+
+    /// The batch object; `None` while the server is not there.
+    pub(crate) async fn batch(&self, id: &str) -> Option<Value> {
+        let (status, batch) = self.call("GET", &format!("/v1/batches/{id}"), None).await?;
+        (status == 200).then_some(batch)
+    }
+
+    /// Polls until the batch satisfies `wanted`; panics after `limit` with the last object seen.
+    pub(crate) async fn wait_batch(&self, id: &str, limit: Duration, wanted: impl Fn(&Value) -> bool) -> Value {
+        let end = Instant::now() + limit;
+        let mut last = Value::Null;
+        loop {
+            if let Some(batch) = self.batch(id).await {
+                if wanted(&batch) {
+                    return batch;
+                }
+                last = batch;
+            }
+            assert!(Instant::now() < end, "batch not as wanted within {limit:?}, last seen {last}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Lines of a published file, parsed; empty when `id` is null.
+    pub(crate) async fn file_lines(&self, id: &Value) -> Vec<Value> {
+        let Some(id) = id.as_str() else { return Vec::new() };
+        let url = format!("{}/v1/files/{id}/content", self.url);
+        let response = reqwest::Client::new().get(url).send().await.expect("content is answered");
+        assert!(response.status().is_success(), "content of {id}: {}", response.status());
+        let text = response.text().await.expect("content is text");
+        text.lines().map(|line| serde_json::from_str(line).expect("a published line is JSON")).collect()
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// Whether a batch has ended.
+pub(crate) fn is_terminal(batch: &Value) -> bool {
+    matches!(batch["status"].as_str(), Some("completed" | "failed" | "expired" | "cancelled"))
+}
+
+/// A fetched model below `OVERNIGHT_TEST_MODELS`. Without it the test says so and
+/// ends, unless `OVERNIGHT_TEST_REQUIRE` lists `model`.
+pub(crate) fn real_model(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("OVERNIGHT_TEST_MODELS").map(|folder| Path::new(&folder).join(name));
+    let path = path.filter(|path| path.is_file());
+    if path.is_none() {
+        missing("model", &format!("{name} in the folder OVERNIGHT_TEST_MODELS"));
+    }
+    path
+}
+
+/// Says what a test lacks; a panic when `OVERNIGHT_TEST_REQUIRE` lists it.
+#[track_caller]
+pub(crate) fn missing(what: &str, detail: &str) {
+    let required = std::env::var("OVERNIGHT_TEST_REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|word| word == what), "this test needs {detail}");
+    eprintln!("skipped: this test needs {detail}");
+}

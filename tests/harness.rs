@@ -138,6 +138,49 @@ impl Service {
         }
     }
 
+    /// Waits until the engine can answer; panics after `limit`.
+    pub(crate) async fn wait_ready(&mut self, limit: Duration) {
+        self.wait_up(limit).await;
+        let end = Instant::now() + limit;
+        while self.call("GET", "/health", None).await.is_none_or(|(status, _)| status != 200) {
+            assert!(!self.has_exited(), "batch serve ended before it was ready\n{}", self.log_tail());
+            assert!(Instant::now() < end, "batch serve was not ready within {limit:?}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Creates a batch; `None` when the server is gone before it answers.
+    pub(crate) async fn create_or_crash(&self, file: &str, endpoint: &str) -> Option<String> {
+        let body = json!({"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"});
+        let (_, batch) = self.call("POST", "/v1/batches", Some(body)).await?;
+        batch["id"].as_str().map(str::to_owned)
+    }
+
+    /// Waits until the process has ended by itself (true) or the batch is terminal (false).
+    pub(crate) async fn wait_end_of(&mut self, id: Option<&str>, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
+        loop {
+            if self.has_exited() {
+                return true;
+            }
+            if let Some(id) = id
+                && self.batch(id).await.is_some_and(|batch| is_terminal(&batch))
+            {
+                // The last places lie just behind the terminal state.
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                return self.has_exited();
+            }
+            assert!(Instant::now() < end, "neither crashed nor ended within {limit:?}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// The id of the newest batch.
+    pub(crate) async fn newest_batch(&self) -> Option<String> {
+        let (_, list) = self.call("GET", "/v1/batches?limit=1", None).await?;
+        list["data"][0]["id"].as_str().map(str::to_owned)
+    }
+
     /// Uploads a batch input file and returns its id.
     pub(crate) async fn upload(&self, name: &str, bytes: Vec<u8>) -> String {
         let part = reqwest::multipart::Part::bytes(bytes).file_name(name.to_owned());
@@ -175,7 +218,11 @@ impl Service {
                 }
                 last = batch;
             }
-            assert!(Instant::now() < end, "batch not as wanted within {limit:?}, last seen {last}\n{}", self.log_tail());
+            assert!(
+                Instant::now() < end,
+                "batch not as wanted within {limit:?}, last seen {last}\n{}",
+                self.log_tail()
+            );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }

@@ -8,6 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use overnight_testing::tiny_model::{TinyArch, TinyModel};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -15,18 +16,18 @@ use serde_json::{Value, json};
 use crate::harness::{Service, is_terminal};
 
 /// Short leases, so that a round does not wait for them; many small checkpoints.
-const FAST: &[(&str, &str)] = &[
+pub(crate) const FAST: &[(&str, &str)] = &[
     ("OVERNIGHT_WORKER__LEASE_TTL", "1500ms"),
-    ("OVERNIGHT_WORKER__CHECKPOINT_INTERVAL", "30ms"),
-    ("OVERNIGHT_WORKER__CHECKPOINT_ITEMS", "48"),
-    ("OVERNIGHT_WORKER__POLL_INTERVAL", "50ms"),
+    ("OVERNIGHT_WORKER__RENEW_EVERY", "300ms"),
+    ("OVERNIGHT_WORKER__CHECKPOINT_EVERY_LOCAL", "30ms"),
+    ("OVERNIGHT_WORKER__CHECKPOINT_ITEMS_MAX", "48"),
+    ("OVERNIGHT_WORKER__POLL_EVERY", "50ms"),
 ];
 
 /// A folder with a tiny model of random weights, made once per test.
 pub(crate) fn tiny_model(folder: &Path) -> PathBuf {
     let path = folder.join("tiny");
-    overnight_testing::tiny_model::write(&path, overnight_testing::tiny_model::Architecture::Qwen3, 7)
-        .expect("a tiny checkpoint can be written");
+    TinyModel::new(TinyArch::Qwen3).write(&path).expect("a tiny checkpoint can be written");
     path
 }
 
@@ -70,7 +71,12 @@ pub(crate) async fn published(service: &Service, batch: &Value) -> (Vec<Value>, 
 }
 
 /// One job on a server that nobody disturbs.
-pub(crate) async fn undisturbed(folder: &Path, model: &[&str], file: Vec<u8>, endpoint: &str) -> (Vec<Value>, Vec<Value>) {
+pub(crate) async fn undisturbed(
+    folder: &Path,
+    model: &[&str],
+    file: Vec<u8>,
+    endpoint: &str,
+) -> (Vec<Value>, Vec<Value>) {
     let mut service = Service::start(&folder.join("undisturbed"), model, FAST);
     service.wait_up(Duration::from_secs(60)).await;
     let file = service.upload("input.jsonl", file).await;

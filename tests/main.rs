@@ -3,3 +3,9 @@
 //! `boundaries` keeps the arrows between crates; the rest start the real `batch`.
 
 mod boundaries;
+mod clients;
+mod crash_points;
+mod harness;
+mod kill;
+mod run;
+mod stops;

@@ -8,15 +8,9 @@ use rand::{Rng, SeedableRng};
 use serde_json::Value;
 
 use crate::harness::{Service, is_terminal};
-use crate::kill::{input, published, rounds, tiny_model, undisturbed};
+use crate::kill::{FAST, input, published, rounds, tiny_model, undisturbed};
 
-const SHORT_LEASE: &[(&str, &str)] = &[
-    ("OVERNIGHT_WORKER__LEASE_TTL", "1200ms"),
-    ("OVERNIGHT_WORKER__CHECKPOINT_INTERVAL", "30ms"),
-    ("OVERNIGHT_WORKER__CHECKPOINT_ITEMS", "48"),
-    ("OVERNIGHT_WORKER__POLL_INTERVAL", "50ms"),
-];
-
+/// A job on two processes, one of which is stopped past its lease, three times.
 async fn stopped_run(
     folder: &std::path::Path,
     args: &[&str],
@@ -37,7 +31,7 @@ async fn stopped_run(
         tokio::time::sleep(Duration::from_millis(random.random_range(0..300))).await;
         let stopped = if random.random_bool(0.5) { &first } else { &second };
         stopped.signal("STOP");
-        tokio::time::sleep(Duration::from_millis(random.random_range(1_500..2_500))).await;
+        tokio::time::sleep(Duration::from_millis(random.random_range(1_800..2_800))).await;
         stopped.signal("CONT");
     }
     let batch = first.wait_batch(&id, Duration::from_secs(300), is_terminal).await;
@@ -52,7 +46,56 @@ async fn stop_longer_than_the_lease_kills_no_item_and_doubles_none() {
     let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
     let whole = undisturbed(folder.path(), &args, input(2_000, 3), "/v1/completions").await;
     for seed in rounds(5) {
-        let got = stopped_run(folder.path(), &args, SHORT_LEASE, seed, 2_000).await;
+        let got = stopped_run(folder.path(), &args, FAST, seed, 2_000).await;
         assert!(got == whole, "files of seed {seed} differ from those of an undisturbed run");
     }
+}
+
+/// The negative control: with the fence taken out, the same test must see a difference.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stop_without_the_epoch_guard_kills_the_promise() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let model = tiny_model(folder.path());
+    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
+    let whole = undisturbed(folder.path(), &args, input(2_000, 3), "/v1/completions").await;
+    let mut env = FAST.to_vec();
+    env.push(("OVERNIGHT_TEST_WITHOUT_EPOCH_GUARD", "1"));
+    for seed in 0..20 {
+        // Either the files differ, or the accounting or an assertion inside does not hold.
+        let (folder, args, env, whole) =
+            (folder.path().to_owned(), args.map(str::to_owned), env.clone(), whole.clone());
+        let round = tokio::spawn(async move {
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let env: Vec<(&str, &str)> = env.iter().map(|(name, value)| (*name, *value)).collect();
+            stopped_run(&folder, &args, &env, seed, 2_000).await == whole
+        });
+        if !matches!(round.await, Ok(true)) {
+            return;
+        }
+    }
+    panic!("twenty rounds without the guard and nothing went wrong: the test would not notice");
+}
+
+/// SIGTERM: nothing new starts, what is finished is kept, the exit is 0, and the next start goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn terminated_service_exits_with_zero_and_kills_no_item() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let model = tiny_model(folder.path());
+    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
+    let whole = undisturbed(folder.path(), &args, input(2_000, 3), "/v1/completions").await;
+    let data_dir = folder.path().join("terminated");
+    let mut service = Service::start(&data_dir, &args, FAST);
+    service.wait_up(Duration::from_secs(60)).await;
+    let file = service.upload("input.jsonl", input(2_000, 3)).await;
+    let id = service.create(&file, "/v1/completions").await;
+    let begun = |batch: &Value| is_terminal(batch) || batch["request_counts"]["completed"].as_u64() > Some(0);
+    service.wait_batch(&id, Duration::from_secs(120), begun).await;
+    service.signal("TERM");
+    let status = service.wait_exit(Duration::from_secs(60)).await;
+    assert_eq!(status.code(), Some(0), "{}", service.log_tail());
+    let mut service = Service::start(&data_dir, &args, FAST);
+    service.wait_up(Duration::from_secs(60)).await;
+    let batch = service.wait_batch(&id, Duration::from_secs(300), is_terminal).await;
+    assert_eq!(batch["status"], "completed", "{batch}");
+    assert!(published(&service, &batch).await == whole, "files differ from those of an undisturbed run");
 }

@@ -46,7 +46,7 @@ impl App {
 
 fn main() -> ExitCode {
     #[cfg(feature = "failpoints")]
-    let _scenario = fail::FailScenario::setup();
+    let _scenario = service::crash::arm();
     let words: Vec<std::ffi::OsString> = std::env::args_os().collect();
     if let Some(code) = usage::answer_help_topics(&words) {
         return code;

@@ -4,6 +4,8 @@
 //! Invariant: nothing is opened before the folder's lock is held, and the lock is
 //! given back last.
 
+#[cfg(feature = "failpoints")]
+pub(crate) mod crash;
 pub(crate) mod engine;
 pub(crate) mod flags;
 pub(crate) mod stats;
@@ -112,6 +114,8 @@ pub(crate) async fn open_store(config: &Config, migrate: bool) -> Result<SqliteS
             .map_err(|err| Failure::new(Exit::Failure, format!("could not make {}: {err}", folder.display())))?;
     }
     let options = Options { migrate, ..Options::default() };
+    #[cfg(feature = "failpoints")]
+    let options = Options { unsafe_without_epoch_guard: crash::is_epoch_guard_out(), ..options };
     SqliteStore::open(&path, options).await.map_err(|err| {
         Failure::from_error(&format!("open the database {}", path.display()), &err)
             .hint("`batch db check` looks into it; nothing was changed")

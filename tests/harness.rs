@@ -77,7 +77,7 @@ impl Service {
         };
         let pid = rustix::process::Pid::from_child(&self.child);
         // A process that is gone already is what the caller wanted.
-        drop(rustix::process::kill_process(pid, signal));
+        let _gone = rustix::process::kill_process(pid, signal);
     }
 
     /// Kills it at once and waits until it is gone.

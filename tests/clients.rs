@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use crate::harness::{Service, missing};
+use crate::harness::{Service, missing, setting};
 use crate::kill::tiny_model;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn official_python_client_runs_the_whole_cycle() {
-    let Some(python) = std::env::var_os("OVERNIGHT_TEST_PYTHON") else {
+    let Some(python) = setting("OVERNIGHT_TEST_PYTHON") else {
         return missing("clients", "a Python with the openai package, named by OVERNIGHT_TEST_PYTHON");
     };
     let folder = tempfile::tempdir().expect("a temporary folder");

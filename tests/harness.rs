@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 /// The binary under test: `OVERNIGHT_TEST_BATCH`, or the one beside this test's folder.
 pub(crate) fn batch_binary() -> PathBuf {
-    if let Some(path) = std::env::var_os("OVERNIGHT_TEST_BATCH") {
+    if let Some(path) = setting("OVERNIGHT_TEST_BATCH") {
         return path.into();
     }
     let test = std::env::current_exe().expect("a test knows its own path");
@@ -19,6 +19,12 @@ pub(crate) fn batch_binary() -> PathBuf {
     let path = folder.join("batch");
     assert!(path.is_file(), "{} is not built; run `cargo build --workspace --all-targets` first", path.display());
     path
+}
+
+/// A variable that steers the tests; `None` when unset or empty.
+#[expect(clippy::disallowed_methods, reason = "tests are steered by the environment, here alone")]
+pub(crate) fn setting(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// A port that was free a moment ago.
@@ -253,7 +259,7 @@ pub(crate) fn is_terminal(batch: &Value) -> bool {
 /// A fetched model below `OVERNIGHT_TEST_MODELS`. Without it the test says so and
 /// ends, unless `OVERNIGHT_TEST_REQUIRE` lists `model`.
 pub(crate) fn real_model(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("OVERNIGHT_TEST_MODELS").map(|folder| Path::new(&folder).join(name));
+    let path = setting("OVERNIGHT_TEST_MODELS").map(|folder| Path::new(&folder).join(name));
     let path = path.filter(|path| path.is_file());
     if path.is_none() {
         missing("model", &format!("{name} in the folder OVERNIGHT_TEST_MODELS"));
@@ -264,7 +270,7 @@ pub(crate) fn real_model(name: &str) -> Option<PathBuf> {
 /// Says what a test lacks; a panic when `OVERNIGHT_TEST_REQUIRE` lists it.
 #[track_caller]
 pub(crate) fn missing(what: &str, detail: &str) {
-    let required = std::env::var("OVERNIGHT_TEST_REQUIRE").unwrap_or_default();
+    let required = setting("OVERNIGHT_TEST_REQUIRE").unwrap_or_default();
     assert!(!required.split(',').any(|word| word == what), "this test needs {detail}");
     eprintln!("skipped: this test needs {detail}");
 }

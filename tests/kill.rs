@@ -13,7 +13,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-use crate::harness::{Service, is_terminal};
+use crate::harness::{Service, is_terminal, setting};
 
 /// Short leases, so that a round does not wait for them; many small checkpoints.
 pub(crate) const FAST: &[(&str, &str)] = &[
@@ -151,11 +151,11 @@ async fn disturbed(
 }
 
 pub(crate) fn rounds(default: u64) -> std::ops::Range<u64> {
-    if let Ok(seed) = std::env::var("OVERNIGHT_TEST_SEED") {
+    if let Some(seed) = setting("OVERNIGHT_TEST_SEED") {
         let seed = seed.parse().expect("OVERNIGHT_TEST_SEED is a number");
         return seed..seed + 1;
     }
-    let rounds = std::env::var("OVERNIGHT_TEST_ROUNDS").ok().map(|text| text.parse().expect("a number of rounds"));
+    let rounds = setting("OVERNIGHT_TEST_ROUNDS").map(|text| text.parse().expect("a number of rounds"));
     0..rounds.unwrap_or(default)
 }
 

@@ -51,31 +51,6 @@ async fn stop_longer_than_the_lease_kills_no_item_and_doubles_none() {
     }
 }
 
-/// The negative control: with the fence taken out, the same test must see a difference.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stop_without_the_epoch_guard_kills_the_promise() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let model = tiny_model(folder.path());
-    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
-    let whole = undisturbed(folder.path(), &args, input(2_000, 3), "/v1/completions").await;
-    let mut env = FAST.to_vec();
-    env.push(("OVERNIGHT_TEST_WITHOUT_EPOCH_GUARD", "1"));
-    for seed in 0..20 {
-        // Either the files differ, or the accounting or an assertion inside does not hold.
-        let (folder, args, env, whole) =
-            (folder.path().to_owned(), args.map(str::to_owned), env.clone(), whole.clone());
-        let round = tokio::spawn(async move {
-            let args: Vec<&str> = args.iter().map(String::as_str).collect();
-            let env: Vec<(&str, &str)> = env.iter().map(|(name, value)| (*name, *value)).collect();
-            stopped_run(&folder, &args, &env, seed, 2_000).await == whole
-        });
-        if !matches!(round.await, Ok(true)) {
-            return;
-        }
-    }
-    panic!("twenty rounds without the guard and nothing went wrong: the test would not notice");
-}
-
 /// SIGTERM: nothing new starts, what is finished is kept, the exit is 0, and the next start goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn terminated_service_exits_with_zero_and_kills_no_item() {

@@ -4,7 +4,7 @@
 //! translated here and appear nowhere deeper. Invariant: every answer carries
 //! `X-Request-Id`, and every refusal under `/v1` has the four-key error body.
 //! Does not know the engine's inside, kernels, or which database is behind the store.
-//! Start with [`router`].
+//! Start with [`router()`].
 
 mod auth;
 mod batches;

@@ -25,6 +25,10 @@ pub(crate) enum ColorWhen {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Global options")]
 pub(crate) struct Globals {
+    #[cfg_attr(
+        doc,
+        expect(rustdoc::broken_intra_doc_links, reason = "[api] is a section of the config, shown as it is")
+    )]
     /// Address of the server [default: http:// and the host and port of [api]]
     #[arg(long, global = true, env = "BATCH_SERVER", value_name = "URL", hide_env_values = true)]
     pub(crate) server: Option<String>,

@@ -10,7 +10,7 @@ use crate::error::failed;
 use crate::row::key;
 use crate::{ClockOffset, SqliteStore};
 
-/// A running write transaction; dropped without [`Write::commit`] it rolls back.
+/// A running write transaction; dropped without `SqliteStore::commit` it rolls back.
 pub(crate) struct Write {
     inner: Transaction<'static, Sqlite>,
     /// Microseconds since 1970, one moment for the whole transaction.

@@ -4,7 +4,7 @@
 //! Invariant: what is shown follows from shard rows, segment rows, segment records
 //! and the input; nothing is stored for a view. Only committed outcomes are shown.
 //! Work is bounded per call: shards that cannot match are passed over by their rows.
-//! Start with [`list`]; one item is [`find`], its lines in order [`results`].
+//! Start with [`list`]; one item is [`find`], its lines in order [`results()`].
 
 mod detail;
 mod error;

@@ -55,6 +55,6 @@ cat <<END
 
 Files: $dir/reviews.out.jsonl (answers), $dir/data (database and objects), $dir/serve.log
 Next:  $batch --data-dir $dir/data serve --model $model &
-       $batch status last; $batch show last review-007; $batch results last
+       $batch --data-dir $dir/data status last   (likewise: show last review-007, results last, errors last)
        $batch run jobs/examples/reviews.jsonl -o out.jsonl --model $model   (no server; kill it and run it again)
 END

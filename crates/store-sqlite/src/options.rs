@@ -76,7 +76,6 @@ impl ClockOffset {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "a failed call is a failed test")]
 mod tests {
     use sqlx::SqlitePool;
 

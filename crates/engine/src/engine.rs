@@ -47,12 +47,7 @@ impl Engine {
     pub fn add(&mut self, request: Request) -> Result<(), RequestError> {
         self.limits.check(&request)?;
         if self.scheduler.contains(request.id) {
-            return Err(RequestError {
-                transient: false,
-                code: "duplicate_request_id",
-                param: Some("id"),
-                message: format!("request id {} is already in the engine", request.id.0),
-            });
+            return Err(RequestError::duplicate_id(request.id));
         }
         let sequence = Sequence::new(request, self.num_arrived, self.limits.max_model_len, &self.limits.eos_token_ids);
         self.num_arrived += 1;

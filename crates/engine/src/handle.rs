@@ -8,6 +8,7 @@
 //!
 //! Start with [`Engine::start`], then `run_engine`.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -24,6 +25,7 @@ use crate::output::{EndedHere, Event, Outputs, Registration, Sink};
 use crate::request::{FinishReason, Request, RequestError, RequestId};
 use crate::step::{SequenceOutput, StepOutput};
 use crate::text::Text;
+use crate::waiting::WaitingRequests;
 use crate::{Engine, Error};
 
 /// Requests inside at once, per sequence of a step, and at least.
@@ -110,6 +112,8 @@ impl FinishCounts {
 /// What callers and the output thread leave for the engine thread.
 #[derive(Default)]
 struct Inbox {
+    /// Announced by a submission that waits for room.
+    waiting: WaitingRequests,
     submissions: Vec<(Request, Sink)>,
     cancels: Vec<RequestId>,
     /// Ended by the output thread.
@@ -229,49 +233,54 @@ fn spawn(engine: Engine, outputs: Outputs, limits: Limits) -> EngineHandle {
 
 impl EngineHandle {
     /// Takes requests; each gets exactly one last event on `sink`, also when it is refused
-    /// at the door. Waits for room, keeping their order. Errors with `Stopped` when the
-    /// engine takes none; then nothing was taken.
+    /// at the door, or cancelled while it waits for room. Waits for room, keeping their
+    /// order. Errors with `Stopped` when the engine takes none; then nothing was taken.
+    /// Dropped before it ends, it forgets what was not handed over, without an event.
     pub async fn submit(&self, requests: Vec<Request>, sink: Sink) -> Result<(), Error> {
         let shared = &self.owner.shared;
-        if lock(&shared.inbox).is_closed {
-            return Err(Error::Stopped(shared.why_closed()));
-        }
-        let mut refused = Vec::new();
-        let mut accepted = Vec::with_capacity(requests.len());
-        for request in requests {
-            match shared.limits.check(&request) {
-                Ok(()) => accepted.push(request),
-                Err(error) => refused.push(Event::Failed { id: request.id, error }),
-            }
-        }
+        let checked: Vec<_> = requests.into_iter().map(|request| (shared.limits.check(&request), request)).collect();
+        let mut queue = Queue { shared, requests: VecDeque::with_capacity(checked.len()) };
+        let refused = shared.announce(checked, &sink, &mut queue.requests)?;
         if !refused.is_empty() {
             sink(refused);
         }
-        while !accepted.is_empty() {
-            let rest = accepted.split_off(accepted.len().min(SUBMIT_CHUNK));
-            let chunk = std::mem::replace(&mut accepted, rest);
-            let num = u32::try_from(chunk.len()).expect("at most SUBMIT_CHUNK");
+        while !queue.requests.is_empty() {
+            let num = queue.requests.len().min(SUBMIT_CHUNK);
+            let num_places = u32::try_from(num).expect("at most SUBMIT_CHUNK");
             // An error means closed; `hand_over` then fails what is left.
-            if let Ok(permits) = shared.room.acquire_many(num).await {
+            if let Ok(permits) = shared.room.acquire_many(num_places).await {
                 permits.forget();
             }
-            if let Err(left) = shared.hand_over(chunk, &sink) {
+            let chunk = queue.requests.drain(..num).collect();
+            if let Err(mut left) = shared.hand_over(chunk, &sink) {
+                left.extend(shared.take_waiting(std::mem::take(&mut queue.requests)));
                 let error = shared.closed_error();
-                let ids = left.into_iter().chain(accepted).map(|request| request.id);
-                sink(ids.map(|id| Event::Failed { id, error: error.clone() }).collect());
-                return Ok(());
+                sink(left.into_iter().map(|id| Event::Failed { id, error: error.clone() }).collect());
             }
         }
         Ok(())
     }
 
-    /// Asks to stop requests; unknown and finished ids do nothing. The last event still comes.
+    /// Asks to stop requests; unknown and finished ids do nothing. The last event still
+    /// comes: at once for a request that waits for room.
     pub fn cancel(&self, ids: &[RequestId]) {
         let shared = &self.owner.shared;
         let mut inbox = lock(&shared.inbox);
-        if !inbox.is_closed {
-            inbox.cancels.extend_from_slice(ids);
-            shared.notify(inbox);
+        if inbox.is_closed {
+            return;
+        }
+        let mut ended = Vec::new();
+        for &id in ids {
+            match inbox.waiting.cancel(id) {
+                Some(end) => ended.push(end),
+                None => inbox.cancels.push(id),
+            }
+        }
+        shared.notify(inbox);
+        for (sink, event) in ended {
+            lock(&shared.status).num_finished.count(Some(FinishReason::Abort));
+            // Nobody needs to be told that nobody listens.
+            let _ = sink(vec![event]);
         }
     }
 
@@ -301,16 +310,65 @@ impl EngineHandle {
     }
 }
 
+/// What a submission has not handed over yet.
+struct Queue<'a> {
+    shared: &'a Shared,
+    requests: VecDeque<Request>,
+}
+
+impl Drop for Queue<'_> {
+    fn drop(&mut self) {
+        if !self.requests.is_empty() {
+            self.shared.take_waiting(std::mem::take(&mut self.requests));
+        }
+    }
+}
+
 impl Shared {
-    /// Leaves requests for the engine thread, or gives them back when it takes none.
-    fn hand_over(&self, requests: Vec<Request>, sink: &Sink) -> Result<(), Vec<Request>> {
+    /// Makes requests that passed the door known to cancels and queues them; events of
+    /// the others. Errors with `Stopped` when the engine takes none.
+    fn announce(
+        &self,
+        checked: Vec<(Result<(), RequestError>, Request)>,
+        sink: &Sink,
+        queue: &mut VecDeque<Request>,
+    ) -> Result<Vec<Event>, Error> {
         let mut inbox = lock(&self.inbox);
         if inbox.is_closed {
-            return Err(requests);
+            drop(inbox);
+            return Err(Error::Stopped(self.why_closed()));
         }
-        inbox.submissions.extend(requests.into_iter().map(|request| (request, sink.clone())));
-        self.notify(inbox);
+        let mut refused = Vec::new();
+        for (door, request) in checked {
+            match door.and_then(|()| inbox.waiting.announce(&request, sink)) {
+                Ok(()) => queue.push_back(request),
+                Err(error) => refused.push(Event::Failed { id: request.id, error }),
+            }
+        }
+        Ok(refused)
+    }
+
+    /// Leaves requests for the engine thread, but for those that were cancelled while
+    /// they waited; their places are free again. Gives their ids back when it takes none.
+    fn hand_over(&self, requests: Vec<Request>, sink: &Sink) -> Result<(), Vec<RequestId>> {
+        let num_places = requests.len();
+        let mut inbox = lock(&self.inbox);
+        let left: Vec<Request> = requests.into_iter().filter(|request| inbox.waiting.take(request.id)).collect();
+        if inbox.is_closed {
+            return Err(left.into_iter().map(|request| request.id).collect());
+        }
+        self.room.add_permits(num_places - left.len());
+        if !left.is_empty() {
+            inbox.submissions.extend(left.into_iter().map(|request| (request, sink.clone())));
+            self.notify(inbox);
+        }
         Ok(())
+    }
+
+    /// Takes requests back that were announced; ids of those that nobody cancelled.
+    fn take_waiting(&self, requests: VecDeque<Request>) -> Vec<RequestId> {
+        let mut inbox = lock(&self.inbox);
+        requests.into_iter().map(|request| request.id).filter(|id| inbox.waiting.take(*id)).collect()
     }
 
     fn notify(&self, inbox: MutexGuard<'_, Inbox>) {

@@ -30,6 +30,7 @@ pub mod text;
 #[path = "../../testing/src/tiny_model.rs"]
 #[expect(unreachable_pub, reason = "shared with `testing`, which depends on this crate")]
 mod tiny_model;
+mod waiting;
 pub mod weights;
 
 pub use config::EngineConfig;

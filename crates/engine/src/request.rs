@@ -213,6 +213,12 @@ impl RequestError {
     /// Code of a request whose tokens cannot be turned into text.
     pub const DETOKENIZATION_FAILED: &'static str = "detokenization_failed";
 
+    /// Of a request whose id is in use.
+    pub(crate) fn duplicate_id(id: RequestId) -> Self {
+        let message = format!("request id {} is already in the engine", id.0);
+        Self { transient: false, code: "duplicate_request_id", param: Some("id"), message }
+    }
+
     /// Whether model or tokenizer broke down on a request that the door had let in.
     pub fn is_breakdown(&self) -> bool {
         [Self::LOGITS_NOT_FINITE, Self::DETOKENIZATION_FAILED].contains(&self.code)

@@ -1,6 +1,7 @@
 //! The engine behind its handle: threads, sinks, cancel, breakdown.
 
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use overnight_engine::bench::{BenchError, ThroughputOptions, run_throughput};
@@ -20,6 +21,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 fn start(bed: &Bed) -> EngineHandle {
     Engine::start(Box::new(Toy::new(bed.max_model_len)), Some(text()), &bed.config()).expect("it starts")
+}
+
+/// An engine whose first step waits until the sender is dropped: nothing ends before.
+fn start_held() -> (EngineHandle, Sender<()>) {
+    let (sender, gate) = std::sync::mpsc::channel();
+    let bed = Bed { max_model_len: 3_000, ..Bed::default() };
+    let toy = Toy::new(bed.max_model_len).held_by(gate);
+    (Engine::start(Box::new(toy), Some(text()), &bed.config()).expect("it starts"), sender)
 }
 
 fn channel() -> (Sink, UnboundedReceiver<Vec<Event>>) {
@@ -148,6 +157,83 @@ async fn cancelled_request_ends_as_aborted_and_others_go_on() {
     handle.cancel(&[endless.id, other.id]);
     until_idle(&handle).await;
     assert_eq!(handle.status().num_finished.abort, 1);
+}
+
+/// The engine is full; a cancel of requests whose submission still waits for room ends
+/// them at once, each with one last event, and takes no place away.
+#[tokio::test]
+async fn cancel_of_a_request_that_waits_for_room_is_not_lost() {
+    let (handle, gate) = start_held();
+    let full: Vec<_> = (0..u64::from(handle.capacity())).map(|salt| request(prompt(salt, 9), 2_900)).collect();
+    let ids: Vec<_> = full.iter().map(|request| request.id).collect();
+    let (full_sink, mut full_receiver) = channel();
+    handle.submit(full, full_sink).await.expect("it takes requests");
+    let late: Vec<_> = (0..3).map(|salt| request(prompt(700 + salt, 9), 5)).collect();
+    let (sink, mut receiver) = channel();
+    let (submitting, requests) = (handle.clone(), late.clone());
+    let submission = tokio::spawn(async move { submitting.submit(requests, sink).await });
+    // Once its id is known, a second submission of it is refused: a bounded wait for that.
+    let (probe_sink, mut probe) = channel();
+    tokio::task::yield_now().await;
+    let twin = handle.clone();
+    let again = late[1].clone();
+    tokio::spawn(async move { twin.submit(vec![again], probe_sink).await });
+    let refused = until_ended(&mut probe, 1).await;
+    assert_eq!(failure_of(&refused, &late[1]).code, "duplicate_request_id");
+    handle.cancel(&[late[0].id, late[2].id, late[0].id]);
+    let events = until_ended(&mut receiver, 2).await;
+    for request in [&late[0], &late[2]] {
+        let outputs = outputs_of(&events, request);
+        assert_eq!(outputs.len(), 1, "one last event");
+        let finish = outputs[0].finish.as_ref().expect("its end");
+        assert_eq!((finish.reason, finish.num_prompt_tokens, finish.num_output_tokens), (FinishReason::Abort, 9, 0));
+    }
+    assert!(!submission.is_finished(), "the third one waits still");
+    drop(gate);
+    handle.cancel(&ids);
+    until_ended(&mut full_receiver, ids.len()).await;
+    submission.await.expect("it ends").expect("it takes requests");
+    let events = until_ended(&mut receiver, 1).await;
+    assert_eq!(outputs_of(&events, &late[1])[0].token_ids, alone(&late[1]).tokens);
+    // Every place is free again: as many as fit go in without a wait for one to end.
+    until_idle(&handle).await;
+    assert_eq!(handle.status().num_finished.abort, u64::from(handle.capacity()) + 2);
+    let full: Vec<_> = (0..u64::from(handle.capacity())).map(|salt| request(prompt(salt, 9), 2_900)).collect();
+    let (sink, _receiver) = channel();
+    tokio::time::timeout(PATIENCE, handle.submit(full, sink)).await.expect("all fit at once").expect("they are taken");
+}
+
+/// A submission that its caller gave up leaves no trace: its ids are free, its places too.
+#[tokio::test]
+async fn submission_given_up_while_it_waits_is_forgotten() {
+    let (handle, gate) = start_held();
+    let full: Vec<_> = (0..u64::from(handle.capacity())).map(|salt| request(prompt(salt, 9), 2_900)).collect();
+    let ids: Vec<_> = full.iter().map(|request| request.id).collect();
+    let (sink, mut receiver) = channel();
+    handle.submit(full, sink).await.expect("it takes requests");
+    let late = request(prompt(700, 9), 5);
+    let (late_sink, mut late_receiver) = channel();
+    {
+        let given_up = std::pin::pin!(handle.submit(vec![late.clone()], late_sink));
+        assert!(futures_poll_once(given_up).await.is_none(), "it waits for room");
+    }
+    assert_eq!(late_receiver.recv().await, None, "nothing holds the sink any more");
+    drop(gate);
+    handle.cancel(&ids);
+    until_ended(&mut receiver, ids.len()).await;
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![late.clone()], sink).await.expect("its id is free");
+    let events = until_ended(&mut receiver, 1).await;
+    assert_eq!(outputs_of(&events, &late)[0].token_ids, alone(&late).tokens);
+}
+
+/// The future's result if it is ready at its first poll.
+async fn futures_poll_once<F: Future>(mut future: std::pin::Pin<&mut F>) -> Option<F::Output> {
+    std::future::poll_fn(|task| match future.as_mut().poll(task) {
+        std::task::Poll::Ready(output) => std::task::Poll::Ready(Some(output)),
+        std::task::Poll::Pending => std::task::Poll::Ready(None),
+    })
+    .await
 }
 
 /// Field report 66: pegainfer docs.

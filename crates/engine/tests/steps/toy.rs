@@ -3,6 +3,7 @@
 //! gives other tokens. It also checks every step it is given.
 
 use std::collections::HashSet;
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 
 use overnight_engine::Error;
@@ -40,6 +41,8 @@ pub(crate) struct Toy {
     seen: Arc<Mutex<Seen>>,
     /// Columns of logits beyond the real ids, larger than all real ones.
     num_padding: u32,
+    /// The first step waits until its sender is gone.
+    gate: Option<Receiver<()>>,
 }
 
 impl Toy {
@@ -58,7 +61,14 @@ impl Toy {
             logits: Vec::new(),
             seen: Arc::default(),
             num_padding: 0,
+            gate: None,
         }
+    }
+
+    /// Its first step ends when the sender of `gate` is dropped.
+    pub(crate) fn held_by(mut self, gate: Receiver<()>) -> Self {
+        self.gate = Some(gate);
+        self
     }
 
     /// A head with columns beyond the tokenizer's ids.
@@ -138,6 +148,9 @@ impl Forward for Toy {
     }
 
     fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error> {
+        if let Some(gate) = self.gate.take() {
+            let _gone = gate.recv();
+        }
         self.check(&step);
         let begins_with = |token| step.token_ids.iter().zip(step.positions).any(|at| at == (&token, &0));
         assert!(!begins_with(PANIC_TOKEN), "the toy panics as asked");

@@ -81,7 +81,7 @@ impl Blobs {
     /// Opens a local folder, making it when it is missing. Writes are synced.
     pub fn local(root: &Path) -> Result<Self, Error> {
         let shown = root.display().to_string();
-        std::fs::create_dir_all(root).map_err(|err| Error::from_io("create folder", shown.clone(), err))?;
+        make_durable(root).map_err(|err| Error::from_io("create folder", shown.clone(), err))?;
         let driver = LocalFileSystem::new_with_prefix(root)
             .map_err(|err| Error::from_driver("open folder", shown, err))?
             .with_fsync(true);
@@ -295,6 +295,21 @@ impl Blobs {
             (err, _) => err,
         }
     }
+}
+
+/// Makes a folder and syncs the ones it was made in: a row that names an object must
+/// not outlive the folder of all objects.
+fn make_durable(root: &Path) -> std::io::Result<()> {
+    let made: Vec<&Path> = root.ancestors().take_while(|folder| !folder.exists()).collect();
+    std::fs::create_dir_all(root)?;
+    // The root's own entry always: who made it may have died before it was synced.
+    for folder in made.iter().copied().chain([root]) {
+        let above = folder.parent().filter(|above| !above.as_os_str().is_empty());
+        if cfg!(unix) {
+            std::fs::File::open(above.unwrap_or(Path::new(".")))?.sync_all()?;
+        }
+    }
+    Ok(())
 }
 
 fn short(name: &ObjectName, wanted: u64, size: u64) -> Error {

@@ -38,8 +38,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use overnight_store::{Error, Store, Wake};
 use overnight_types::Timestamp;
-use sqlx::SqlitePool;
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
+use sqlx::{Connection, SqlitePool};
 use tokio::sync::Notify;
 
 pub use migrate::{SchemaState, migrate, schema_state};
@@ -74,6 +74,10 @@ impl SqliteStore {
             .idle_timeout(None)
             .max_lifetime(None)
             .test_before_acquire(false)
+            // SQLite may end a transaction by itself, for example when the disk is full.
+            // sqlx's rollback then fails, and it counts the transaction as open for good;
+            // such a connection is closed, and the next one begins anew.
+            .before_acquire(|connection, _| Box::pin(async { Ok(!connection.is_in_transaction()) }))
             .connect_with(options.connect(&path))
             .await
             .map_err(error::failed(doing))?;

@@ -96,3 +96,27 @@ pub(crate) async fn read_clock(connection: &mut SqliteConnection, offset: &Clock
         .fetch_one(connection)
         .await
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Options, SqliteStore};
+
+    /// SQLite rolls back by itself when the disk is full in mid-transaction; the writer
+    /// must not be lost with it, since there is only one.
+    #[tokio::test]
+    async fn transaction_that_sqlite_ended_by_itself_spoils_no_later_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = SqliteStore::open(folder.path().join("overnight.db"), Options::default()).await.unwrap();
+        let mut write = store.write("test").await.unwrap();
+        sqlx::query("rollback").execute(&mut *write).await.unwrap();
+        drop(write);
+        for _ in 0..2 {
+            let write = store.write("test").await.unwrap();
+            store.commit(write).await.unwrap();
+        }
+        let failed = store.write("test").await.unwrap();
+        drop(failed);
+        let write = store.write("test").await.unwrap();
+        store.commit(write).await.unwrap();
+    }
+}

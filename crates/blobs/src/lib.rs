@@ -14,6 +14,7 @@ pub mod index;
 pub mod json;
 pub mod layout;
 pub mod lines;
+pub mod lines_hash;
 pub mod manifest;
 pub mod outcome_line;
 pub mod segment;

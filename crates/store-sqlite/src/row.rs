@@ -108,6 +108,12 @@ pub(crate) trait Read {
         self.bytes(column)?.try_into().map_err(|bytes: Vec<u8>| damaged(column, bytes))
     }
 
+    fn u64_of_bytes_or_null(&self, column: &'static str) -> Result<Option<u64>, Error> {
+        let bytes = self.bytes_or_null(column)?;
+        let number = |bytes: Vec<u8>| bytes.try_into().map_err(|bytes: Vec<u8>| damaged(column, bytes));
+        Ok(bytes.map(number).transpose()?.map(u64::from_be_bytes))
+    }
+
     fn word<T: FromStr>(&self, column: &'static str) -> Result<T, Error> {
         let text = self.text(column)?;
         text.parse().map_err(|_| damaged(column, text))

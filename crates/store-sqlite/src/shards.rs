@@ -341,6 +341,7 @@ pub(crate) fn read(row: &SqliteRow) -> Result<Shard, Error> {
             first_line: row.u64("first_line")?,
             byte_offset: row.u64("byte_offset")?,
             byte_len: row.u64("byte_len")?,
+            lines_hash: row.u64_of_bytes_or_null("lines_hash")?,
         },
         state: row.word("state")?,
         not_before: row.at("not_before")?,

@@ -182,15 +182,17 @@ async fn insert_shards(write: &mut Write, job: JobId, shards: &[NewShard]) -> Re
         let rows: Vec<_> = part
             .iter()
             .map(|cut| {
-                let NewShard { shard, first_item, num_items, first_line, byte_offset, byte_len } = cut;
-                serde_json::json!([shard.0, first_item.0, num_items, first_line, byte_offset, byte_len])
+                let NewShard { shard, first_item, num_items, first_line, byte_offset, byte_len, lines_hash } = cut;
+                // As hex, because the upper half of its range is no integer to SQLite.
+                let lines_hash = lines_hash.map(|hash| format!("{hash:016x}"));
+                serde_json::json!([shard.0, first_item.0, num_items, first_line, byte_offset, byte_len, lines_hash])
             })
             .collect();
         sqlx::query(
             "insert into shards (job_id, shard_index, first_item, num_items, first_line, byte_offset, byte_len,
-                not_before, done)
+                lines_hash, not_before, done)
             select ?1, value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5,
-                ?2, zeroblob(((value ->> 2) + 7) / 8)
+                unhex(value ->> 6), ?2, zeroblob(((value ->> 2) + 7) / 8)
             from json_each(?3)",
         )
         .bind(key(job.uuid()))

@@ -33,6 +33,9 @@ pub struct NewShard {
     pub byte_offset: u64,
     /// Bytes up to the next shard.
     pub byte_len: u64,
+    /// Hash of its items' lines as intake read them; `None` in rows of a release that
+    /// took none, whose lines are fed unchecked.
+    pub lines_hash: Option<u64>,
 }
 
 /// A recorded shard.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use overnight_blobs::lines_hash::LinesHash;
 use overnight_blobs::{Blobs, ItemRecord, ObjectName, Prefix, SegmentReader};
 use overnight_engine::text::Text;
 use overnight_store::{
@@ -180,6 +181,8 @@ impl TestService {
         let (mut item, mut offset) = (0, 0);
         for (index, piece) in lines.chunks(shard_items).enumerate() {
             let byte_len = piece.iter().map(|line| line.len() as u64 + 1).sum();
+            let mut lines_hash = LinesHash::default();
+            piece.iter().for_each(|line| lines_hash.push(LinesHash::of_line(line.as_bytes())));
             shards.push(NewShard {
                 shard: ShardIndex(index as u32),
                 first_item: ItemIndex(item),
@@ -187,6 +190,7 @@ impl TestService {
                 first_line: item + 1,
                 byte_offset: offset,
                 byte_len,
+                lines_hash: Some(lines_hash.value()),
             });
             (item, offset) = (item + piece.len() as u64, offset + byte_len);
         }

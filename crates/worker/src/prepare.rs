@@ -6,6 +6,7 @@ use std::hash::{Hash, Hasher};
 use bytes::Bytes;
 use overnight_blobs::envelope::Envelope;
 use overnight_blobs::lines;
+use overnight_blobs::lines_hash::LinesHash;
 use overnight_engine::request::Class;
 use overnight_store::NewShard;
 use overnight_types::{Bitmap, Endpoint, JobId, Timestamp};
@@ -23,25 +24,30 @@ pub(crate) struct InputLine {
 
 /// Cuts a shard's bytes into the lines of its undone items.
 ///
-/// Errors in words when there are not as many lines as items: the input is not
-/// what intake read.
+/// Errors in words when there are not as many lines as items, or their bytes are
+/// others: the input is not what intake read.
 pub(crate) fn split(bytes: &Bytes, cut: &NewShard, done: &Bitmap) -> Result<Vec<InputLine>, String> {
     let mut found = 0u32;
+    let mut hash = LinesHash::default();
     let mut undone = Vec::with_capacity((cut.num_items - done.count_ones().min(cut.num_items)) as usize);
     for line in lines::items(bytes, cut.byte_offset, cut.first_line) {
         let bit = found;
         found += 1;
+        // Lines over the limit never passed intake, so every line has its content here.
+        let Some(content) = line.content else { return Err(format!("line {} is too long", line.number)) };
+        hash.push(LinesHash::of_line(content));
         if bit >= cut.num_items || done.get(bit) {
             continue;
         }
-        // Lines over the limit never passed intake, so every line has its content here.
-        let Some(content) = line.content else { return Err(format!("line {} is too long", line.number)) };
         undone.push(InputLine { bit, content: bytes.slice_ref(content) });
     }
-    match found == cut.num_items {
-        true => Ok(undone),
-        false => Err(format!("{found} lines where validation found {}", cut.num_items)),
+    if found != cut.num_items {
+        return Err(format!("{found} lines where validation found {}", cut.num_items));
     }
+    if cut.lines_hash.is_some_and(|validated| validated != hash.value()) {
+        return Err(format!("{found} lines from line {} on are not those that were validated", cut.first_line));
+    }
+    Ok(undone)
 }
 
 /// What every item of a shard is prepared with.
@@ -169,6 +175,7 @@ mod tests {
             first_line: 1,
             byte_offset: 0,
             byte_len: bytes.len() as u64,
+            lines_hash: None,
         }
     }
 
@@ -187,6 +194,25 @@ mod tests {
         let bytes = Bytes::from_static(b"{}\n{}\n");
         assert!(split(&bytes, &cut(3, &bytes), &Bitmap::new(3)).is_err());
         assert!(split(&bytes, &cut(1, &bytes), &Bitmap::new(1)).is_err());
+    }
+
+    /// Also in a line whose item is done: nothing of such a shard can be trusted.
+    #[test]
+    fn another_byte_in_any_line_is_a_changed_input() {
+        let bytes = Bytes::from_static(b"{\"a\":1}\n\n{\"a\":2}\n");
+        let mut hash = LinesHash::default();
+        [b"{\"a\":1}", b"{\"a\":2}"].iter().for_each(|line| hash.push(LinesHash::of_line(*line)));
+        let cut = NewShard { lines_hash: Some(hash.value()), ..cut(2, &bytes) };
+        let mut done = Bitmap::new(2);
+        done.set(0);
+        assert_eq!(split(&bytes, &cut, &done).unwrap().len(), 1);
+        for at in [5, 14] {
+            let mut changed = bytes.to_vec();
+            assert!(changed[at].is_ascii_digit());
+            changed[at] = b'3';
+            let why = split(&changed.into(), &cut, &done).unwrap_err();
+            assert!(why.contains("not those that were validated"), "{why}");
+        }
     }
 
     #[test]

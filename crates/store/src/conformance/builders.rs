@@ -108,6 +108,8 @@ pub fn cuts(sizes: &[u32]) -> Vec<NewShard> {
             first_line: first + 1,
             byte_offset: first * 10,
             byte_len: u64::from(num_items) * 10,
+            // The largest numbers are no signed integers; every other shard is of a release without hashes.
+            lines_hash: index.is_multiple_of(2).then_some(u64::MAX - first),
         });
         first += u64::from(num_items);
     }

@@ -4,6 +4,8 @@
 //! with few such shards is cut finer, which is known only when it ends or is long
 //! enough; until then both cuts are kept.
 
+use overnight_blobs::lines::Line;
+use overnight_blobs::lines_hash::LinesHash;
 use overnight_store::NewShard;
 use overnight_types::{ItemIndex, Limits, ShardIndex};
 use serde::{Deserialize, Serialize};
@@ -39,6 +41,16 @@ struct Open {
     first_line: u64,
     offset: u64,
     end: u64,
+    /// `None` when a release without hashes saved it half grown.
+    #[serde(default)]
+    lines_hash: Option<LinesHash>,
+}
+
+impl Open {
+    fn starting_at(first_item: u64, first_line: u64, offset: u64) -> Self {
+        let lines_hash = Some(LinesHash::default());
+        Self { first_item, num_items: 0, first_line, offset, end: offset, lines_hash }
+    }
 }
 
 impl Cutter {
@@ -49,7 +61,7 @@ impl Cutter {
             bytes_max: limits.shard_bytes_max,
             closed: Vec::new(),
             num_settled: 0,
-            open: Open { first_item: 0, num_items: 0, first_line: 1, offset: 0, end: 0 },
+            open: Open::starting_at(0, 1, 0),
         };
         let (coarse, fine) = (cut(limits.shard_items_max), Some(cut(limits.small_shard_items_max)));
         Self { coarse, fine, coarse_min: limits.small_file_shards, num_items: 0 }
@@ -60,13 +72,15 @@ impl Cutter {
         self.num_items
     }
 
-    /// Takes the next item's line: its number, first byte, and the byte after it.
-    /// Blank lines before it were passed over: they go to the shard before.
+    /// Takes the next item's line. Blank lines before it were passed over: they go to
+    /// the shard before.
     #[inline]
-    pub fn item(&mut self, line: u64, offset: u64, end: u64) {
-        self.coarse.item(self.num_items, line, offset, end);
+    pub fn item(&mut self, line: &Line<'_>) {
+        // A line over the limit has no content; its file fails anyway.
+        let hash = line.content.map_or(0, LinesHash::of_line);
+        self.coarse.item(self.num_items, line, hash);
         if let Some(fine) = &mut self.fine {
-            fine.item(self.num_items, line, offset, end);
+            fine.item(self.num_items, line, hash);
             // The coarse shard that is open has an item, so it counts.
             if self.coarse.closed.len() + 1 >= self.coarse_min as usize {
                 self.fine = None;
@@ -103,16 +117,19 @@ impl Cutter {
 }
 
 impl Cut {
-    fn item(&mut self, item: u64, line: u64, offset: u64, end: u64) {
+    fn item(&mut self, item: u64, line: &Line<'_>, hash: u64) {
         let open = &mut self.open;
-        let full = open.num_items >= self.items_max || (open.num_items > 0 && end - open.offset > self.bytes_max);
+        let full = open.num_items >= self.items_max || (open.num_items > 0 && line.end - open.offset > self.bytes_max);
         if full {
-            open.end = offset;
+            open.end = line.offset;
             self.closed.push(*open);
-            *open = Open { first_item: item, num_items: 0, first_line: line, offset, end: offset };
+            *open = Open::starting_at(item, line.number, line.offset);
         }
         open.num_items += 1;
-        open.end = end;
+        open.end = line.end;
+        if let Some(lines_hash) = &mut open.lines_hash {
+            lines_hash.push(hash);
+        }
     }
 
     fn settle(&mut self) -> Vec<NewShard> {
@@ -125,6 +142,7 @@ impl Cut {
             first_line: cut.first_line,
             byte_offset: cut.offset,
             byte_len: cut.end - cut.offset,
+            lines_hash: cut.lines_hash.map(LinesHash::value),
         };
         (first..).zip(self.closed.drain(..)).map(shard).collect()
     }
@@ -141,7 +159,8 @@ mod tests {
         for (index, &len) in lines.iter().enumerate() {
             let end = offset + len.max(1);
             if len > 0 {
-                cutter.item(index as u64 + 1, offset, end);
+                let content = index.to_le_bytes();
+                cutter.item(&Line { number: index as u64 + 1, offset, end, content: Some(&content) });
             }
             offset = end;
             if index % settle_every == 0 {
@@ -168,9 +187,15 @@ mod tests {
     #[track_caller]
     fn assert_covers(shards: &[NewShard], lines: &[u64]) {
         let (mut item, mut offset) = (0, 0);
+        let mut items = (0..lines.len()).filter(|index| lines[*index] > 0);
         for (index, shard) in shards.iter().enumerate() {
             assert_eq!((shard.shard.0 as usize, shard.first_item.0, shard.byte_offset), (index, item, offset));
             assert!(shard.num_items > 0);
+            let mut hash = LinesHash::default();
+            for index in items.by_ref().take(shard.num_items as usize) {
+                hash.push(LinesHash::of_line(&index.to_le_bytes()));
+            }
+            assert_eq!(shard.lines_hash, Some(hash.value()), "shard {index}");
             item += u64::from(shard.num_items);
             offset += shard.byte_len;
         }
@@ -204,6 +229,26 @@ mod tests {
         assert_covers(&shards, &lines);
         assert_eq!((shards[0].first_line, shards[1].first_line), (1, 7));
         assert!(cut(&limits(), &[0, 0], 1).is_empty());
+    }
+
+    #[test]
+    fn cut_that_an_earlier_release_saved_goes_on_without_a_hash() {
+        let mut cutter = Cutter::new(&limits());
+        let line = |number: u64| Line { number, offset: (number - 1) * 5, end: number * 5, content: Some(b"1234") };
+        cutter.item(&line(1));
+        let saved = serde_json::to_string(&cutter).unwrap();
+        let earlier = saved.replace(&format!(r#","lines_hash":{}"#, hash_of(&saved)), "");
+        assert_ne!(saved, earlier);
+        let mut cutter: Cutter = serde_json::from_str(&earlier).unwrap();
+        (2..=3).for_each(|number| cutter.item(&line(number)));
+        let hashed: Vec<bool> = cutter.finish(15).iter().map(|shard| shard.lines_hash.is_some()).collect();
+        assert_eq!(hashed, [false, true], "only the shard that was half grown");
+    }
+
+    /// The number that a saved cutter of one line holds twice.
+    fn hash_of(saved: &str) -> &str {
+        let rest = saved.split_once(r#""lines_hash":"#).unwrap().1;
+        rest.split(|byte: char| !byte.is_ascii_digit()).next().unwrap()
     }
 
     #[test]

@@ -247,7 +247,7 @@ impl Pass {
         if let (Some(custom_id), Ok(item)) = (checked.custom_id, u32::try_from(cutter.num_items())) {
             entries.push(Entry { hash: self.key.hash(&custom_id.text()), item });
         }
-        cutter.item(line.number, line.offset, line.end);
+        cutter.item(line);
         let (Some(body), Some(body_check)) = (checked.body, body_check) else { return };
         if let Err(fault) = body_check.check(*endpoint, body.token) {
             self.num_body_findings += 1;

@@ -124,6 +124,33 @@ async fn refusal_of_the_engine_is_an_answer_not_a_retry() {
     worker.shutdown(Duration::from_secs(5)).await;
 }
 
+/// The bytes of one item change after validation, their number and the lines' does
+/// not: each undone item of that shard says so, no other one does.
+#[tokio::test]
+async fn input_changed_in_place_is_noticed() {
+    let service = TestService::new().await;
+    let lines = numbered_lines(6);
+    let job = service.submit_cut(&lines, 3).await;
+    let file = overnight_blobs::ObjectName::file(service.job(job).await.input_file_id);
+    let text = lines.iter().map(|line| format!("{line}\n")).collect::<String>();
+    let at = text.rfind("item-4").expect("the fifth line says its name");
+    let mut changed = text.clone().into_bytes();
+    changed[at + 5] = b'9';
+    assert!(std::str::from_utf8(&changed).is_ok_and(|changed| changed.len() == text.len()));
+    service.blobs.put(&file, changed.into()).await.unwrap();
+    let engine = ScriptedGenerate::echo();
+    let worker = service.start(&engine).await;
+    service.until_outcomes(job, 6).await;
+    let outcomes = service.outcomes(job).await;
+    let codes: Vec<Option<&str>> = outcomes.values().map(|record| record.error_code.as_deref()).collect();
+    let changed = Some("input_unavailable");
+    assert_eq!(codes, [None, None, None, changed, changed, changed]);
+    assert!(outcomes.values().skip(3).all(|record| record.http_status == Some(500)));
+    assert!(String::from_utf8_lossy(&outcomes[&3].line).contains("not those that were validated"));
+    assert_eq!(engine.num_asked(), 3, "nothing of the changed shard was run");
+    worker.shutdown(Duration::from_secs(5)).await;
+}
+
 #[tokio::test]
 async fn input_that_is_gone_ends_each_undone_item_by_name() {
     let service = TestService::new().await;

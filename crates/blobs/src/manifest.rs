@@ -33,7 +33,7 @@ pub struct Manifest {
     pub error: Option<FileEntry>,
     /// Sums to the items.
     pub counts: OutcomeCounts,
-    /// Over final outcomes.
+    /// Over completed outcomes.
     pub usage: Usage,
     /// Segments that were read.
     pub num_segments: u64,

@@ -137,7 +137,8 @@ pub struct SegmentParts {
     pub failed: Bitmap,
     /// Outcomes by `ok` or error code, as a JSON object of counts.
     pub code_counts: String,
-    /// Over its outcomes.
+    /// Over its completed outcomes: they alone never run again, so no later round counts
+    /// a token twice.
     pub usage: Usage,
     /// The object's size.
     pub byte_len: u64,
@@ -221,7 +222,10 @@ impl SegmentWriter {
             Some(count) => *count += 1,
             None => drop(self.code_counts.insert(meta.count_code().to_owned(), 1)),
         }
-        self.usage.add(record.usage);
+        // What did not complete may run again, and would be counted twice.
+        if record.outcome == OutcomeKind::Completed {
+            self.usage.add(record.usage);
+        }
         self.num_records += 1;
         self.push_bytes(&meta, &record.line);
     }
@@ -449,7 +453,7 @@ mod tests {
         assert_eq!(parts.items.ones().collect::<Vec<_>>(), [0, 7, 29]);
         assert_eq!(parts.failed.ones().collect::<Vec<_>>(), [0, 29], "an expired item may run again too");
         assert_eq!(parts.code_counts, r#"{"batch_expired":2,"ok":1}"#);
-        assert_eq!(parts.usage.input_tokens, 9);
+        assert_eq!(parts.usage.input_tokens, 3, "of the completed one");
     }
 
     #[test]

@@ -158,7 +158,7 @@ pub struct JobQuery {
 pub struct Progress {
     /// Of the outcomes so far.
     pub counts: OutcomeCounts,
-    /// Of the outcomes so far.
+    /// Of the completed outcomes so far.
     pub usage: Usage,
     /// Shards by state: ready, leased, done.
     pub shards_ready: u32,

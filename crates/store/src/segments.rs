@@ -20,7 +20,8 @@ pub struct NewSegment {
     pub failed: Bitmap,
     /// Outcomes by error code or `ok`, as a JSON object of counts.
     pub code_counts: String,
-    /// Over its outcomes.
+    /// Over its completed outcomes: they alone never run again, so no later round counts
+    /// a token twice.
     pub usage: Usage,
     /// The object's size.
     pub byte_len: u64,

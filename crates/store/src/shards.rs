@@ -68,7 +68,7 @@ pub struct Shard {
     pub done: Bitmap,
     /// Bit per item whose outcome is a failure; a subset of `done`.
     pub failed: Bitmap,
-    /// Over outcomes.
+    /// Over completed outcomes.
     pub usage: Usage,
 }
 

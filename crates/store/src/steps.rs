@@ -69,7 +69,7 @@ pub struct Published {
     pub error: Option<NewFile>,
     /// Sums to the job's items.
     pub counts: OutcomeCounts,
-    /// Over final outcomes.
+    /// Over completed outcomes.
     pub usage: Usage,
 }
 

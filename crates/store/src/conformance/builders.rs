@@ -163,7 +163,7 @@ pub fn segment_of(shard: &Shard, items: &[u32], failed: &[u32]) -> NewSegment {
         items: all,
         failed: bad,
         code_counts: format!("{{\"ok\":{ok}}}"),
-        usage: Usage { input_tokens: 10 * items.len() as u64, output_tokens: items.len() as u64, ..Usage::default() },
+        usage: Usage { input_tokens: 10 * ok as u64, output_tokens: ok as u64, ..Usage::default() },
         byte_len: 100 * items.len() as u64,
         sha256: [1; 32],
     }

@@ -26,7 +26,7 @@ pub async fn commit_sets_bits_counts_and_row_together(store: &dyn Store, _clock:
     assert_eq!((&rows[0].new, rows[0].round, rows[0].job), (&segment, 1, job.id));
     let progress = store.find_progress(job.id).await.unwrap();
     assert_eq!((progress.counts.total, progress.counts.completed, progress.counts.failed), (5, 1, 1));
-    assert_eq!(progress.usage, Usage { input_tokens: 20, output_tokens: 2, ..Usage::default() });
+    assert_eq!(progress.usage, Usage { input_tokens: 10, output_tokens: 1, ..Usage::default() });
 }
 
 /// The last outcome of a shard ends it; the last of the job starts its finalize.

@@ -35,6 +35,8 @@ pub async fn reopened_job_runs_what_did_not_complete(store: &dyn Store, clock: &
         commit_rest(store, &mut held).await;
     }
     assert_eq!(undone, [1, 5, 6], "a shard with nothing to run is not leased");
+    let usage = store.find_progress(job.id).await.unwrap().usage;
+    assert_eq!((usage.input_tokens, usage.output_tokens), (70, 7), "an item that ran in two rounds counts once");
     let ended = finalize(store, job.id).await;
     assert_eq!((ended.state, ended.final_counts.unwrap().completed), (JobState::Completed, 7));
     assert_ne!(ended.output_file_id, cancelled.output_file_id, "a new round publishes under new ids");

@@ -154,7 +154,7 @@ pub async fn ending_is_published_in_one_commit(store: &dyn Store, _clock: &dyn T
     assert_eq!((ended.state, ended.ending), (JobState::Completed, Some(Ending::Completed)));
     assert_eq!((ended.output_file_id, ended.error_file_id), (Some(output), Some(error)));
     assert!(ended.completed_at.is_some());
-    assert_eq!(ended.final_usage.unwrap().input_tokens, 20);
+    assert_eq!(ended.final_usage.unwrap().input_tokens, 10);
     let file = store.find_file(output).await.unwrap().unwrap();
     assert_eq!(file.expires_at, Some(file.created_at.plus(keep)));
     assert!(store.find_file(error).await.unwrap().is_some());

@@ -218,9 +218,11 @@ impl Files {
             OutcomeKind::Cancelled => &mut counts.cancelled,
             OutcomeKind::Expired => &mut counts.expired,
         } += 1;
-        self.tally.usage.add(usage);
         match outcome {
-            OutcomeKind::Completed => self.output.push(line).await,
+            OutcomeKind::Completed => {
+                self.tally.usage.add(usage);
+                self.output.push(line).await
+            }
             _ => self.error.push(line).await,
         }
     }

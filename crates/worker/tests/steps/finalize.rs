@@ -44,7 +44,7 @@ async fn completed_job_has_the_files_that_have_lines() {
         let counts =
             OutcomeCounts { total: 10, completed: 10 - num_failed, failed: num_failed, cancelled: 0, expired: 0 };
         assert_eq!(job.final_counts, Some(counts));
-        assert_eq!(job.final_usage.unwrap().input_tokens, 100);
+        assert_eq!(job.final_usage.unwrap().input_tokens, 10 * (10 - num_failed), "of what completed");
         // Never an empty file: neither a row nor an object.
         assert_eq!(object(&service, job.output_file_id).await.is_some(), num_failed < 10);
         assert_eq!(object(&service, job.error_file_id).await.is_some(), num_failed > 0);
@@ -114,6 +114,8 @@ async fn later_round_supersedes_and_earlier_files_stay() {
     reopen(&service, id, not_completed()).await;
     // In the second round 9 fails again.
     run_items(&service, id, |item| Some(if item == 9 { Failed } else { Completed })).await;
+    let progress = service.store.find_progress(id).await.unwrap();
+    assert_eq!(progress.usage.input_tokens, 90, "each completed item once, also before the files are published");
     run_finalize(&service).await.unwrap();
     let (output, error) = ended(&service, id, JobState::Completed).await;
     assert_eq!((output.len(), error.len()), (9, 1));
@@ -122,7 +124,7 @@ async fn later_round_supersedes_and_earlier_files_stay() {
     let second = service.job(id).await;
     assert_ne!(second.output_file_id, first.output_file_id);
     assert_eq!((object(&service, first.output_file_id).await, object(&service, first.error_file_id).await), before);
-    assert_eq!(second.final_usage.unwrap().input_tokens, 100, "usage counts final outcomes once");
+    assert_eq!(second.final_usage.unwrap(), progress.usage);
 }
 
 #[tokio::test]

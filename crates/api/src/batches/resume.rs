@@ -72,11 +72,21 @@ pub(crate) async fn check_reopening(state: &Inner, job: &Job, now: JobState) -> 
 
 /// Opens a new round, or says why not.
 pub(crate) async fn reopen_job(state: &Inner, id: &str, job: overnight_types::JobId, reopen: Reopen) -> Result<Job> {
-    match state.parts.store.reopen_job_if_ended(job, reopen).await? {
+    reopen_if_ended(state, id, job, reopen).await?
+}
+
+/// As [`reopen_job`]; a refusal, after which nothing has changed, is the inner error.
+pub(super) async fn reopen_if_ended(
+    state: &Inner,
+    id: &str,
+    job: overnight_types::JobId,
+    reopen: Reopen,
+) -> Result<Result<Job>> {
+    Ok(match state.parts.store.reopen_job_if_ended(job, reopen).await? {
         Guarded::Applied(reopened) => Ok(reopened.job),
         Guarded::Lost { now: Some(JobState::Completed | JobState::Expired | JobState::Cancelled) } => {
             Err(ApiError::conflict("nothing_to_resume", format!("no request of this batch is left to run: {id}")))
         }
         Guarded::Lost { now } => Err(super::refuse(id, now, "batch_busy", "re-open")),
-    }
+    })
 }

@@ -8,11 +8,11 @@ use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::http::HeaderMap;
 use overnight_store::{InsertJob, Job, NewJob, Reopen};
-use overnight_types::{JobId, OutcomeKind};
-use overnight_worker::items::{RetryFilter, plan_retry};
+use overnight_types::{JobId, OutcomeKind, chain};
+use overnight_worker::items::{RetryFilter, discard_leftovers, plan_retry};
 
 use super::object::BatchObject;
-use super::resume::{check_reopening, reopen_job};
+use super::resume::{check_reopening, reopen_if_ended};
 use super::window::parse_window;
 use super::{copy_lines, refuse};
 use crate::body::Fields;
@@ -67,7 +67,18 @@ async fn run_again(
         return Err(nothing_matches());
     }
     let items = plan.reopen_items();
-    reopen_job(state, id, job.id, Reopen { items, window, leftover_segments: plan.leftover_segments }).await
+    let reopen = Reopen { items, window, leftover_segments: plan.leftover_segments.clone() };
+    match reopen_if_ended(state, id, job.id, reopen).await? {
+        Ok(job) => Ok(job),
+        Err(refusal) => {
+            let parts = &state.parts;
+            let gone = discard_leftovers(parts.store.as_ref(), &parts.blobs, job.id, &plan.leftover_segments).await;
+            if let Err(err) = gone {
+                tracing::warn!(job.id = %job.id, error = %chain(&err), "objects of a refused retry stay for the sweep");
+            }
+            Err(refusal)
+        }
+    }
 }
 
 /// Makes a batch of the selected lines, byte for byte; the old one stays as it is.

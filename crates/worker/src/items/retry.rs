@@ -7,9 +7,9 @@
 
 use std::collections::BTreeSet;
 
-use overnight_blobs::{Blobs, ItemRecord, SegmentHead, SegmentWriter};
+use overnight_blobs::{Blobs, ItemRecord, ObjectName, SegmentHead, SegmentWriter};
 use overnight_store::{Job, NewSegment, ReopenItems, Shard, Store};
-use overnight_types::{Bitmap, Ending, ItemIndex, OutcomeKind, ShardIndex, Timestamp, Usage};
+use overnight_types::{Bitmap, Ending, ItemIndex, JobId, OutcomeKind, ShardIndex, Timestamp, Usage};
 
 use super::detail::{self, ItemRef};
 use super::records;
@@ -37,7 +37,7 @@ pub struct RetryFilter {
 pub struct RetryPlan {
     /// The items, by index; none of them completed.
     pub items: Vec<ItemIndex>,
-    /// Segments of undone items that are left out, durable already.
+    /// Segments of undone items that are left out, durable already; see [`discard_leftovers`].
     pub leftover_segments: Vec<NewSegment>,
     /// Custom ids that the job does not have.
     pub unknown_custom_ids: Vec<String>,
@@ -75,13 +75,38 @@ pub async fn plan_retry(store: &dyn Store, blobs: &Blobs, job: &Job, filter: &Re
             }
         }
     }
-    // Nothing to run again is no re-opening, so nothing is written for it.
-    if !plan.items.is_empty() {
+    // Nothing to run again, or an item that is not there, is no re-opening, so nothing is written for it.
+    if !plan.items.is_empty() && plan.unknown_custom_ids.is_empty() {
         for (shard, rest) in left_out {
             plan.leftover_segments.push(write_leftover(blobs, job, &shard, &rest, ending).await?);
         }
     }
     Ok(plan)
+}
+
+/// Deletes the objects of a plan whose re-opening was refused, so that they do not
+/// wait for the sweep. Only after [`overnight_store::Guarded::Lost`]: an error leaves
+/// open whether the re-opening happened.
+///
+/// What a row names stays. After a refusal none of these can get a row any more: a
+/// re-opening names only segments of a shard's current epoch and sequence, and the
+/// one that won raised both wherever an item was undone; a deleted input or job does
+/// not come back.
+pub async fn discard_leftovers(
+    store: &dyn Store,
+    blobs: &Blobs,
+    job: JobId,
+    leftovers: &[NewSegment],
+) -> Result<(), Error> {
+    for new in leftovers {
+        let recorded = store.list_segments_of_shard(job, new.shard).await.map_err(Error::store("list segments"))?;
+        if recorded.iter().any(|segment| segment.new == *new) {
+            continue;
+        }
+        let name = ObjectName::segment(job, new.shard, new.epoch, new.seq, &new.sha256);
+        blobs.delete(&name).await.map_err(Error::blobs("delete the lines of items that were to be left out"))?;
+    }
+    Ok(())
 }
 
 /// Items of the filter's custom ids; `None` when it names none.
@@ -154,8 +179,10 @@ async fn write_leftover(
         seq: shard.next_seq,
         producer: "none: these items never ran".to_owned(),
     };
-    // A moment of the job, so that a repeated retry writes the same bytes.
     let ended_at = job.expired_at.or(job.cancelled_at).unwrap_or_else(|| Timestamp::from_micros(0));
+    // This moment makes the bytes, and so the object, this plan's own: an object that a
+    // plan left behind is never named by a later one, so the sweep may take it.
+    let planned_at = Timestamp::now();
     let mut writer = SegmentWriter::new(head, shard.cut.first_item, shard.cut.num_items);
     for (item, line) in undone_lines(blobs, job, &shard.cut, bits, ending).await? {
         writer.push(&ItemRecord {
@@ -167,7 +194,7 @@ async fn write_leftover(
             seed: None,
             usage: Usage::default(),
             started_at: ended_at,
-            finished_at: ended_at,
+            finished_at: planned_at.max(ended_at),
             finish_reason: None,
             line,
         });

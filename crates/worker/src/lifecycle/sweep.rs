@@ -156,7 +156,8 @@ fn is_old(object: &Listed, now: Timestamp, age: Duration) -> bool {
 struct ShardRows {
     job: JobId,
     shard: ShardIndex,
-    /// `None` when the shard's row is gone.
+    /// Objects of lower epochs have no writer left; all of them when shard or job has
+    /// ended. `None` when the shard's row is gone.
     fenced_below: Option<(u64, bool)>,
     named: HashSet<ObjectName>,
 }
@@ -199,9 +200,12 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
 }
 
 async fn shard_rows(store: &dyn Store, job: JobId, shard: ShardIndex) -> Result<ShardRows, Error> {
-    // The shard first: a segment committed after this look has an epoch that is not below it.
+    // The shard and its job first: a segment committed after this look has an epoch that
+    // is not below it, or was written by a re-opening that began after it.
     let row = store.find_shard(job, shard).await.map_err(Error::store("find a shard"))?;
-    let fenced_below = row.map(|row| (row.epoch.0, row.state == ShardState::Done));
+    let state = store.find_job(job).await.map_err(Error::store("find a job"))?.map(|job| job.state);
+    let has_ended = state.is_none_or(JobState::is_terminal);
+    let fenced_below = row.map(|row| (row.epoch.0, has_ended || row.state == ShardState::Done));
     let segments = store.list_segments_of_shard(job, shard).await.map_err(Error::store("list segments"))?;
     let name = |segment: &overnight_store::Segment| {
         let new = &segment.new;

@@ -1,6 +1,7 @@
 //! The finalize step: what is published at each end, and that it can be killed
 //! anywhere and run again.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,8 +13,9 @@ use overnight_testing::service::numbered_lines;
 use overnight_types::OutcomeKind::{Completed, Failed};
 use overnight_types::{Class, ItemIndex, JobId, JobState, OutcomeCounts, OutcomeKind, ShardIndex};
 use overnight_worker::failpoints;
-use overnight_worker::items::{RetryFilter, plan_retry};
+use overnight_worker::items::{RetryFilter, RetryPlan, discard_leftovers, plan_retry};
 use overnight_worker::lifecycle::finalize;
+use overnight_worker::lifecycle::sweep::{SweepAges, sweep_job};
 
 use crate::support::*;
 
@@ -145,8 +147,10 @@ async fn selective_retry_runs_what_was_named_and_gives_the_rest_its_line() {
     let plan = plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap();
     assert_eq!(plan.items, [3, 5].map(ItemIndex), "a completed item never runs again");
     assert_eq!(plan.unknown_custom_ids, ["nobody"]);
-    let again = plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap();
-    assert_eq!(again, plan, "planning again writes the same bytes");
+    assert!(plan.leftover_segments.is_empty(), "a filter that names an unknown item is refused, so nothing is written");
+    let filter = RetryFilter { custom_ids: filter.custom_ids[..3].to_vec(), ..filter };
+    let plan = plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap();
+    assert_eq!((plan.items.as_slice(), plan.leftover_segments.len()), (&[3, 5].map(ItemIndex)[..], 2));
     let (items, leftover_segments) = (plan.reopen_items(), plan.leftover_segments);
     reopen(&service, id, Reopen { items, window: None, leftover_segments }).await;
     run_items(&service, id, |_| Some(Completed)).await;
@@ -155,6 +159,64 @@ async fn selective_retry_runs_what_was_named_and_gives_the_rest_its_line() {
     assert_eq!(output.iter().map(|line| item_of(line)).collect::<Vec<_>>(), [0, 2, 3, 5]);
     assert_eq!(error.iter().map(|line| item_of(line)).collect::<Vec<_>>(), [1, 4, 6, 7, 8, 9]);
     assert_eq!(error.iter().filter(|line| line.contains("batch_expired")).count(), 5);
+}
+
+/// Two retries of one job meet: the one that is refused takes its objects along, and
+/// those of the other stay.
+#[tokio::test]
+async fn refused_retry_leaves_no_object() {
+    let (service, clock) = service_with_clock().await;
+    let id = running(&service, 10).await;
+    clock.advance(Duration::from_secs(3_700));
+    service.store.expire_due_jobs(10).await.unwrap();
+    run_finalize(&service).await.unwrap();
+    let job = service.job(id).await;
+    let filter = RetryFilter { custom_ids: vec!["item-3".to_owned()], ..RetryFilter::default() };
+    let (first, second) = (
+        plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap(),
+        plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap(),
+    );
+    let again = |plan: &RetryPlan| Reopen {
+        items: plan.reopen_items(),
+        window: None,
+        leftover_segments: plan.leftover_segments.clone(),
+    };
+    reopen(&service, id, again(&first)).await;
+    assert!(!service.store.reopen_job_if_ended(id, again(&second)).await.unwrap().is_applied());
+    discard_leftovers(&service.store, &service.blobs, id, &second.leftover_segments).await.unwrap();
+    // Whoever mistakes its answer for a refusal destroys nothing.
+    discard_leftovers(&service.store, &service.blobs, id, &first.leftover_segments).await.unwrap();
+    let mut names = HashSet::new();
+    let mut listed = service.blobs.list(Prefix::Segments(id));
+    while let Some(object) = futures::TryStreamExt::try_next(&mut listed).await.unwrap() {
+        names.insert(object.name);
+    }
+    let named =
+        first.leftover_segments.iter().map(|new| ObjectName::segment(id, new.shard, new.epoch, new.seq, &new.sha256));
+    assert_eq!(names, named.collect::<HashSet<_>>());
+    run_items(&service, id, |_| Some(Completed)).await;
+    run_finalize(&service).await.unwrap();
+    let (output, error) = ended(&service, id, JobState::Completed).await;
+    assert_eq!((output.len(), error.len()), (1, 9));
+}
+
+/// A retry that died between its objects and the re-opening leaves what the sweep takes.
+#[tokio::test]
+async fn objects_of_a_retry_that_died_are_swept() {
+    let (service, clock) = service_with_clock().await;
+    let id = running(&service, 10).await;
+    clock.advance(Duration::from_secs(3_700));
+    service.store.expire_due_jobs(10).await.unwrap();
+    run_finalize(&service).await.unwrap();
+    let job = service.job(id).await;
+    let filter = RetryFilter { custom_ids: vec!["item-3".to_owned()], ..RetryFilter::default() };
+    let plan = plan_retry(&service.store, &service.blobs, &job, &filter).await.unwrap();
+    assert_eq!(plan.leftover_segments.len(), 3);
+    let swept = sweep_job(&service.store, &service.blobs, id, &SweepAges::default()).await.unwrap();
+    assert_eq!(swept, 0, "too young: the re-opening may be about to name them");
+    let now = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+    assert_eq!(sweep_job(&service.store, &service.blobs, id, &now).await.unwrap(), 3);
+    ended(&service, id, JobState::Expired).await;
 }
 
 #[tokio::test]

@@ -1,6 +1,12 @@
 //! Audit: what the CHECK constraints cannot hold, because it spans rows or bits.
+//!
+//! Above all the promise itself: an item that is done has its outcome in a segment,
+//! and no round gives it two.
+
+use std::collections::BTreeMap;
 
 use overnight_store::Error;
+use overnight_types::Bitmap;
 use sqlx::SqliteConnection;
 use sqlx::sqlite::SqliteRow;
 
@@ -56,11 +62,18 @@ pub(crate) async fn find_open_accounting(connection: &mut SqliteConnection) -> R
         .await
         .map_err(failed(DOING))?;
         let Some(last) = rows.last() else { break };
-        after = (last.bytes("job_id")?, last.int("shard_index")?);
+        let upto = (last.bytes("job_id")?, last.int("shard_index")?);
+        let outcomes = outcomes_between(connection, &after, &upto).await?;
+        after = upto;
         for row in &rows {
-            findings.extend(
-                finding_of_shard(row)?.map(|why| format!("shard {} of {}: {why}", row_index(row), row_job(row))),
-            );
+            let why = match finding_of_shard(row)? {
+                Some(why) => Some(why),
+                None => {
+                    let shard = (row.bytes("job_id")?, row.int("shard_index")?);
+                    finding_of_outcomes(row, outcomes.get(&shard).map_or(&[], Vec::as_slice))?
+                }
+            };
+            findings.extend(why.map(|why| format!("shard {} of {}: {why}", row_index(row), row_job(row))));
         }
         if findings.len() >= FINDINGS_MAX {
             break;
@@ -68,6 +81,55 @@ pub(crate) async fn find_open_accounting(connection: &mut SqliteConnection) -> R
     }
     findings.truncate(FINDINGS_MAX);
     Ok(findings)
+}
+
+/// What a segment's row says of items: its round, and their bits as they are stored.
+type Outcomes = (i64, Vec<u8>);
+
+/// Segments of the shards after one and up to another, by shard.
+async fn outcomes_between(
+    connection: &mut SqliteConnection,
+    after: &(Vec<u8>, i64),
+    upto: &(Vec<u8>, i64),
+) -> Result<BTreeMap<(Vec<u8>, i64), Vec<Outcomes>>, Error> {
+    let rows = sqlx::query(
+        "select job_id, shard_index, round, items from segments
+        where (job_id, shard_index) > (?1, ?2) and (job_id, shard_index) <= (?3, ?4)",
+    )
+    .bind(&after.0)
+    .bind(after.1)
+    .bind(&upto.0)
+    .bind(upto.1)
+    .fetch_all(&mut *connection)
+    .await
+    .map_err(failed(DOING))?;
+    let mut outcomes: BTreeMap<_, Vec<Outcomes>> = BTreeMap::new();
+    for row in &rows {
+        let shard = (row.bytes("job_id")?, row.int("shard_index")?);
+        outcomes.entry(shard).or_default().push((row.int("round")?, row.bytes("items")?));
+    }
+    Ok(outcomes)
+}
+
+fn finding_of_outcomes(row: &SqliteRow, segments: &[Outcomes]) -> Result<Option<String>, Error> {
+    let num_items = row.u32("num_items")?;
+    let mut held = Bitmap::new(num_items);
+    let mut by_round: BTreeMap<i64, Bitmap> = BTreeMap::new();
+    for (round, bytes) in segments {
+        let Some(items) = Bitmap::from_bytes(bytes, num_items) else {
+            return Ok(Some("a segment has a bit past the shard's last item".to_owned()));
+        };
+        let of_round = by_round.entry(*round).or_insert_with(|| Bitmap::new(num_items));
+        if of_round.intersects(&items) {
+            return Ok(Some(format!("an item has two outcomes in round {round}")));
+        }
+        of_round.union(&items);
+        held.union(&items);
+    }
+    let mut lost = row.bitmap("done", num_items)?;
+    lost.subtract(&held);
+    let num_lost = lost.count_ones();
+    Ok((num_lost > 0).then(|| format!("{num_lost} items are done and no segment holds their outcome")))
 }
 
 fn row_index(row: &SqliteRow) -> i64 {

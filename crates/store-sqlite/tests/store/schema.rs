@@ -1,7 +1,7 @@
 //! The structure of the database: its snapshot, its words, its versions.
 
 use overnight_store::conformance::builders;
-use overnight_store::{AttemptEnd, Error, FilePurpose, Files, Store};
+use overnight_store::{AttemptEnd, Error, FilePurpose, Files, Jobs, Reopen, ReopenItems, Store};
 use overnight_store_sqlite::{Options, SchemaState, SqliteStore, migrate, schema_state};
 use overnight_types::{JobState, ShardState, WorkerId};
 use sqlx::{Connection, SqliteConnection};
@@ -201,6 +201,36 @@ async fn check_finds_counts_that_are_not_those_of_the_bits() {
         format!("shard 0 of {}: 2 done and 1 failed by its counts, 1 and 1 by its bits", job.id),
         format!("shard 1 of {}: 5 segments were committed, 0 are there", job.id),
         format!("shard 2 of {}: a bit past its last item is set", job.id),
+    ];
+    assert_eq!(findings, wanted);
+}
+
+/// So are an item whose outcome is in no segment, and one that has two in a round;
+/// an item that ran again in a later round is sound.
+#[tokio::test]
+async fn check_finds_outcomes_that_are_lost_or_doubled() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("overnight.db");
+    let store = SqliteStore::open(&path, Options::default()).await.unwrap();
+    let job = builders::completed_job(&store, &[4, 4, 2], &[3, 8]).await;
+    let reopen = Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() };
+    builders::applied(store.reopen_job_if_ended(job.id, reopen).await.unwrap());
+    assert_eq!(store.check().await.unwrap(), Vec::<String>::new(), "what runs again has an old outcome only");
+    builders::run_all(&store).await;
+    assert_eq!(store.check().await.unwrap(), Vec::<String>::new(), "two rounds, two outcomes");
+    let mut connection = connect(&path).await;
+    for damage in [
+        "update segments set round = 1 where shard_index = 0",
+        "update segments set items = x'05' where shard_index = 1",
+        "update segments set items = x'0f' where shard_index = 2 and round = 2",
+    ] {
+        sqlx::query(damage).execute(&mut connection).await.unwrap();
+    }
+    let findings = store.check().await.unwrap();
+    let wanted = [
+        format!("shard 0 of {}: an item has two outcomes in round 1", job.id),
+        format!("shard 1 of {}: 2 items are done and no segment holds their outcome", job.id),
+        format!("shard 2 of {}: a segment has a bit past the shard's last item", job.id),
     ];
     assert_eq!(findings, wanted);
 }

@@ -5,8 +5,10 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use overnight_store_sqlite::{Options, SqliteStore};
 use serde_json::{Value, json};
 
 /// The binary under test: `OVERNIGHT_TEST_BATCH`, or the one beside this test's folder.
@@ -38,8 +40,14 @@ pub(crate) fn free_port() -> u16 {
 pub(crate) struct Service {
     child: Child,
     pub(crate) url: String,
+    data_dir: PathBuf,
     log: PathBuf,
+    /// A worker that stops itself does so until this file exists.
+    stops_until: Option<PathBuf>,
 }
+
+/// Workers so far: each has a log of its own.
+static NUM_WORKERS: AtomicU32 = AtomicU32::new(0);
 
 impl Service {
     /// Starts `batch serve` on `data_dir`; extra arguments and environment come last.
@@ -47,20 +55,38 @@ impl Service {
         let port = free_port();
         let mut all = vec!["serve".to_owned(), "--port".to_owned(), port.to_string()];
         all.extend(args.iter().map(|&arg| arg.to_owned()));
-        Self::spawn(data_dir, &all, env, port)
+        let log = data_dir.with_extension("log");
+        Self::spawn(Command::new(batch_binary()), data_dir, &all, env, port, log)
+    }
+
+    /// Starts `batch serve` below another program, for example `strace`.
+    pub(crate) fn start_below(program: Command, data_dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Self {
+        let port = free_port();
+        let mut all = vec!["serve".to_owned(), "--port".to_owned(), port.to_string()];
+        all.extend(args.iter().map(|&arg| arg.to_owned()));
+        let log = data_dir.with_extension("log");
+        Self::spawn(program, data_dir, &all, env, port, log)
     }
 
     /// Starts `batch worker` on `data_dir`. It has no door: only signals reach it.
     pub(crate) fn start_worker(data_dir: &Path, args: &[&str], env: &[(&str, &str)]) -> Self {
         let mut all = vec!["worker".to_owned()];
         all.extend(args.iter().map(|&arg| arg.to_owned()));
-        Self::spawn(data_dir, &all, env, 0)
+        let number = NUM_WORKERS.fetch_add(1, Ordering::Relaxed);
+        let log = data_dir.with_extension(format!("worker-{number}.log"));
+        Self::spawn(Command::new(batch_binary()), data_dir, &all, env, 0, log)
     }
 
-    fn spawn(data_dir: &Path, args: &[String], env: &[(&str, &str)], port: u16) -> Self {
-        let log = data_dir.with_extension("log");
+    fn spawn(
+        mut program: Command,
+        data_dir: &Path,
+        args: &[String],
+        env: &[(&str, &str)],
+        port: u16,
+        log: PathBuf,
+    ) -> Self {
         let file = std::fs::File::options().create(true).append(true).open(&log).expect("log can be written");
-        let child = Command::new(batch_binary())
+        let child = program
             .args(["--data-dir", data_dir.to_str().expect("test paths are UTF-8")])
             .args(args)
             .envs(env.iter().copied())
@@ -69,7 +95,89 @@ impl Service {
             .stderr(file)
             .spawn()
             .expect("batch starts");
-        Self { child, url: format!("http://127.0.0.1:{port}"), log }
+        let url = format!("http://127.0.0.1:{port}");
+        Self { child, url, data_dir: data_dir.to_owned(), log, stops_until: None }
+    }
+
+    /// Of the process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Starts `batch worker` that stops itself at the n-th pass of a place, `place=n`.
+    pub(crate) fn start_worker_that_stops(data_dir: &Path, args: &[&str], env: &[(&str, &str)], at: &str) -> Self {
+        let until = data_dir.with_extension(format!("go-on-{}", NUM_WORKERS.load(Ordering::Relaxed)));
+        let stop = [
+            ("OVERNIGHT_TEST_STOP_AT", at),
+            ("OVERNIGHT_TEST_STOP_UNTIL", until.to_str().expect("test paths are UTF-8")),
+        ];
+        let mut worker = Self::start_worker(data_dir, args, &[env, &stop].concat());
+        worker.stops_until = Some(until);
+        worker
+    }
+
+    /// Waits until such a worker has stopped itself while none of its threads holds the
+    /// database's lock, which would stop everybody else too; panics after `limit`.
+    pub(crate) async fn wait_stopped(&mut self, limit: Duration) {
+        let end = Instant::now() + limit;
+        loop {
+            if self.is_stopped() {
+                if self.is_database_free().await {
+                    return;
+                }
+                self.signal("CONT");
+            }
+            assert!(!self.has_exited(), "batch ended and was to stop itself\n{}", self.log_tail());
+            assert!(Instant::now() < end, "batch did not stop itself within {limit:?}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Wakes such a worker up for good.
+    pub(crate) fn go_on(&self) {
+        let until = self.stops_until.as_ref().expect("only a worker that stops goes on");
+        std::fs::write(until, b"").expect("the file can be made");
+        self.signal("CONT");
+    }
+
+    async fn is_database_free(&self) -> bool {
+        // Opening looks at the schema under the lock for writing.
+        let options = Options { busy_timeout: Duration::from_millis(200), ..Options::default() };
+        match SqliteStore::open(self.data_dir.join("overnight.db"), options).await {
+            Ok(store) => {
+                store.close().await;
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    /// Whether the process is stopped now.
+    pub(crate) fn is_stopped(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
+        // The state stands after the name, which is in parentheses and may hold any character.
+        stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
+    }
+
+    /// Waits until its log says `text`; panics after `limit`.
+    pub(crate) async fn wait_log(&self, text: &str, limit: Duration) {
+        let end = Instant::now() + limit;
+        while !std::fs::read_to_string(&self.log).is_ok_and(|log| log.contains(text)) {
+            assert!(Instant::now() < end, "the log does not say {text:?} within {limit:?}\n{}", self.log_tail());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// What `batch db check` finds on its data folder; `None` when it is sound.
+    pub(crate) fn unsound(&self) -> Option<String> {
+        self.unsound_below(Command::new(batch_binary()))
+    }
+
+    /// The same below another program, as [`Service::start_below`].
+    pub(crate) fn unsound_below(&self, mut program: Command) -> Option<String> {
+        let data_dir = self.data_dir.to_str().expect("test paths are UTF-8");
+        let output = program.args(["--data-dir", data_dir, "db", "check"]).output().expect("batch starts");
+        (!output.status.success()).then(|| String::from_utf8_lossy(&output.stderr).into_owned())
     }
 
     /// Sends a signal by name, for example `KILL`, `STOP`, `CONT`, `TERM`.

@@ -7,5 +7,6 @@ mod clients;
 mod crash_points;
 mod harness;
 mod kill;
+mod late_commit;
 mod run;
 mod stops;

@@ -102,6 +102,8 @@ impl OpenLease {
             if self.guard.order() == Order::Lost {
                 return Err(Stop::Lost);
             }
+            // A process that stalls here, past its lease, writes late: only the epoch stops it.
+            fail::fail_point!("worker::segment_before_commit");
             match self.shared.store.commit_segment_if_leased(self.key, segment).await {
                 Ok(Guarded::Applied(committed)) => return Ok(committed),
                 Ok(Guarded::Lost { now }) => {

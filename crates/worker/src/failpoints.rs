@@ -15,6 +15,7 @@ pub const SHARD: &[&str] = &[
     "worker::faults_after_record",
     "worker::segment_before_put",
     "worker::segment_after_put",
+    "worker::segment_before_commit",
     "worker::segment_after_commit",
     "worker::shard_before_release",
     "worker::shard_after_release",
@@ -45,17 +46,18 @@ pub fn all() -> impl Iterator<Item = &'static str> {
     [SHARD, INTAKE, FINALIZE].into_iter().flatten().copied()
 }
 
-/// Kills this process, as `kill -9` would, at the `nth` pass of a place.
+/// Does `act` at the `nth` pass of a place: ends the process as `kill -9` would, or
+/// stops it for a while. Errors in words on a place that is not listed.
 #[cfg(feature = "failpoints")]
-pub fn abort_at(place: &str, nth: u32) -> Result<(), String> {
+pub fn act_at(place: &str, nth: u32, act: impl Fn() + Send + Sync + 'static) -> Result<(), String> {
     use std::sync::atomic::{AtomicU32, Ordering};
     if !all().any(|known| known == place) {
-        return Err(format!("unknown crash point: {place}"));
+        return Err(format!("no such place: {place}"));
     }
     let passes = AtomicU32::new(0);
     fail::cfg_callback(place, move || {
         if passes.fetch_add(1, Ordering::SeqCst) + 1 == nth {
-            std::process::abort();
+            act();
         }
     })
 }

@@ -9,4 +9,5 @@ mod harness;
 mod kill;
 mod late_commit;
 mod run;
+mod states;
 mod stops;

@@ -89,6 +89,8 @@ pub(crate) fn start(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
 fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     let found = model(config)?;
     stage(&format!("loading {}", found.path.display()));
+    // A model that takes long, for tests of what happens meanwhile.
+    fail::fail_point!("service::model_loading");
     let source = ModelSource { path: found.path.clone(), load_format: config.engine.source.load_format };
     let fail = |doing: &str| {
         let doing = format!("{doing} {}", found.path.display());

@@ -5,9 +5,12 @@
 mod boundaries;
 mod clients;
 mod crash_points;
+mod full_disk;
 mod harness;
 mod kill;
 mod late_commit;
+mod memory;
 mod run;
 mod states;
 mod stops;
+mod sync_order;

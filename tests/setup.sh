@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf 'setup: %s\n' "$*" >&2; }
 command -v cargo >/dev/null || { say "cargo is missing; install Rust $(sed -n 's/^channel = "\(.*\)"/\1/p' rust-toolchain.toml) with rustup"; exit 1; }
+command -v strace >/dev/null || say "strace is missing (Debian: apt-get install -y strace); the test that needs it will say so"
 command -v cc >/dev/null || { say "no C compiler; on Debian: apt-get install -y gcc libc6-dev"; exit 1; }
 mkdir -p target
 cargo nextest --version >/dev/null 2>&1 || { say "installing cargo-nextest with cargo"; cargo install --quiet --locked cargo-nextest; }

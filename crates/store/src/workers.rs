@@ -14,7 +14,8 @@ pub struct NewWorker {
     pub host: String,
     /// The process.
     pub pid: u32,
-    /// Models that it has or may load; `["*"]` for a remote engine that serves any.
+    /// Models whose items it can run now; none without an engine, `["*"]` for a remote
+    /// engine that serves any.
     pub models: Vec<String>,
 }
 

@@ -10,7 +10,7 @@ use overnight_types::{JobState, Limits, WorkerId, chain};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::generate::{EngineStatus, Generate};
+use crate::generate::{EngineState, EngineStatus, Generate};
 use crate::lifecycle::sweep::SweepAges;
 use crate::mapper::Mapper;
 use crate::renewal::{self, Leases, Order};
@@ -170,9 +170,12 @@ fn start_timers(shared: &Arc<Shared>, row: NewWorker, stop: &CancellationToken) 
     timers
 }
 
+/// Models whose items this worker can run now: none without an engine, and none while
+/// its engine cannot answer. Names that are only configured stay with intake.
 fn row_models(shared: &Shared) -> Vec<String> {
-    let mut models = shared.known_models.clone();
-    models.extend(shared.generate.iter().flat_map(|generate| generate.status().models));
+    let status = shared.generate.as_ref().map(|generate| generate.status());
+    let can_answer = |status: &EngineStatus| !matches!(status.state, EngineState::Poisoned(_));
+    let mut models = status.filter(can_answer).map(|status| status.models).unwrap_or_default();
     models.sort();
     models.dedup();
     models

@@ -1,7 +1,10 @@
 //! `waiting_for`: why nothing of a batch runs now, and what would help.
 
+use std::collections::BTreeSet;
+
 use overnight_store::{Job, LiveWorker, Progress};
 use overnight_types::JobState;
+use overnight_worker::generate::{EngineState, EngineStatus};
 
 use crate::error::Result;
 use crate::state::Inner;
@@ -18,21 +21,35 @@ pub(crate) async fn reason(state: &Inner, job: &Job, progress: &Progress) -> Res
         return Ok(None);
     }
     let workers = state.live_workers().await?;
-    Ok(why_idle(job, progress, &workers))
+    let own = state.parts.generate.as_ref().map(|generate| generate.status());
+    Ok(why_idle(job, progress, &workers, own.as_ref()))
 }
 
-fn why_idle(job: &Job, progress: &Progress, workers: &[LiveWorker]) -> Option<String> {
+/// `own` is the engine of this process, which may be on its way to a worker.
+fn why_idle(job: &Job, progress: &Progress, workers: &[LiveWorker], own: Option<&EngineStatus>) -> Option<String> {
     if workers.is_empty() {
         return Some("no worker is alive; start `batch serve` or `batch worker`".to_owned());
     }
     let model = job.model.as_deref()?;
-    let mut served: Vec<&str> = workers.iter().flat_map(|live| &live.worker.models).map(String::as_str).collect();
-    if served.iter().any(|name| *name == model || *name == "*") {
+    let is_it = |name: &str| name == model || name == "*";
+    // A worker's row holds what it can run now, so one without an engine has no model.
+    let running: BTreeSet<&str> = workers.iter().flat_map(|live| &live.worker.models).map(String::as_str).collect();
+    if running.iter().copied().any(is_it) {
         let retry = progress.items_waiting > 0 && progress.items_waiting == progress.counts.unfinished();
         return retry.then(|| "every request that is left waits for a retry after an error".to_owned());
     }
-    served.sort_unstable();
-    served.dedup();
-    let others = if served.is_empty() { "none".to_owned() } else { served.join(", ") };
+    let own = own.filter(|own| own.models.iter().any(|name| is_it(name)));
+    match own.map(|own| &own.state) {
+        Some(EngineState::Starting(_)) => return Some("the model is still loading".to_owned()),
+        Some(EngineState::Poisoned(_)) => {
+            return Some("the engine of this server cannot answer; its log says why".to_owned());
+        }
+        Some(EngineState::Ready) | None => {}
+    }
+    if running.is_empty() {
+        let remedy = "start `batch worker` or `batch serve` with the model";
+        return Some(format!("no live worker has an engine that can answer; {remedy} {model}"));
+    }
+    let others = running.into_iter().collect::<Vec<_>>().join(", ");
     Some(format!("no live worker has the model {model}; start one that has it (live workers have: {others})"))
 }

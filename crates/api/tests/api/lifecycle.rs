@@ -1,9 +1,12 @@
 //! Batches through their statuses, with a worker in this process.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use overnight_testing::service::{line, numbered_lines};
 use overnight_testing::{Reply, ScriptedGenerate};
+use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request, RequestId};
 use serde_json::{Value, json};
 
 use crate::server::{Server, json_request};
@@ -279,6 +282,51 @@ async fn batch_that_waits_for_its_model_says_for_what() {
         if reason.contains("no live worker has the model rare") { Ok(reason) } else { Err(batch.to_string()) }
     })
     .await;
-    assert!(reason.contains("live workers have: m, other"), "{reason}");
+    assert!(reason.contains("live workers have: other"), "{reason}");
     second.shutdown(GRACE).await;
+}
+
+#[tokio::test]
+async fn batch_without_an_engine_anywhere_says_so() {
+    // What `batch serve` runs beside its API: intake and finalizing, and no engine.
+    let server = Server::with(held(), |state| state.generate = None).await;
+    let lifecycle = server.service.start_parts(None).await;
+    let id = server.submit(&[line("a")]).await;
+    let batch = server.until(&id, "in_progress").await;
+    let reason = batch["waiting_for"].as_str().unwrap_or_default();
+    assert!(reason.contains("no live worker has an engine that can answer"), "{batch}");
+    lifecycle.shutdown(GRACE).await;
+}
+
+#[tokio::test]
+async fn batch_whose_model_still_loads_waits_for_that() {
+    let loading = EngineStatus { state: EngineState::Starting("reading weights".to_owned()), ..held().status() };
+    let engine = Arc::new(Standing(Mutex::new(loading)));
+    let given: Arc<dyn Generate> = engine.clone();
+    let server = Server::with(held(), |state| state.generate = Some(given)).await;
+    let lifecycle = server.service.start_parts(None).await;
+    let id = server.submit(&[line("a")]).await;
+    let batch = server.until(&id, "in_progress").await;
+    assert_eq!(batch["waiting_for"], "the model is still loading");
+    engine.0.lock().unwrap().state = EngineState::Poisoned("a step panicked".to_owned());
+    let batch = server.get(&format!("/v1/batches/{id}")).await.ok();
+    assert_eq!(batch["waiting_for"], "the engine of this server cannot answer; its log says why");
+    lifecycle.shutdown(GRACE).await;
+}
+
+/// An engine that only says where it stands.
+#[derive(Debug)]
+struct Standing(Mutex<EngineStatus>);
+
+#[async_trait]
+impl Generate for Standing {
+    async fn submit(&self, _: Vec<Request>, _: OutputSender) -> Result<(), NotAccepting> {
+        Err(NotAccepting("it never answers".to_owned()))
+    }
+
+    fn cancel(&self, _: &[RequestId]) {}
+
+    fn status(&self) -> EngineStatus {
+        self.0.lock().unwrap().clone()
+    }
 }

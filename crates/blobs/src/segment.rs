@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use bytes::Bytes;
-use overnight_types::{Bitmap, Epoch, ItemIndex, JobId, OutcomeKind, ShardIndex, Timestamp, Usage};
+use overnight_types::{Bitmap, Epoch, FailedTry, ItemIndex, JobId, OutcomeKind, ShardIndex, Timestamp, Usage};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -57,6 +57,8 @@ pub struct ItemRecord {
     pub error_code: Option<String>,
     /// Tries, the last one included; 0 for an item that never ran.
     pub attempts: u32,
+    /// Tries before the last one, oldest first; the latest [`FailedTry::KEPT_MAX`] are written.
+    pub failed_tries: Vec<FailedTry>,
     /// The seed that was used.
     pub seed: Option<u64>,
     /// Tokens of the final try.
@@ -86,6 +88,9 @@ pub struct RecordMeta {
     pub error_code: Option<String>,
     /// Tries, the last one included.
     pub attempts: u32,
+    /// Tries before the last one, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub failed_tries: Vec<FailedTry>,
     /// The seed that was used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
@@ -116,6 +121,7 @@ impl RecordMeta {
             http_status: self.http_status,
             error_code: self.error_code,
             attempts: self.attempts,
+            failed_tries: self.failed_tries,
             seed: self.seed,
             usage: self.usage,
             started_at: Timestamp::from_micros(self.started_us),
@@ -169,6 +175,18 @@ impl RecordSpan {
     }
 }
 
+/// The latest tries, each within its bounds, so that a record's head stays small.
+fn kept_tries(tries: &[FailedTry]) -> Vec<FailedTry> {
+    let latest = &tries[tries.len().saturating_sub(FailedTry::KEPT_MAX)..];
+    let short = |text: &str| text.chars().take(FailedTry::MESSAGE_CHARS_MAX).collect::<String>();
+    let kept = latest.iter().map(|tried| FailedTry {
+        code: short(&tried.code),
+        message: short(&tried.message),
+        ..tried.clone()
+    });
+    kept.collect()
+}
+
 /// Collects records into a segment.
 #[derive(Debug)]
 pub struct SegmentWriter {
@@ -212,6 +230,7 @@ impl SegmentWriter {
             http_status: record.http_status,
             error_code: record.error_code.as_deref().map(|code| code.chars().take(200).collect()),
             attempts: record.attempts,
+            failed_tries: kept_tries(&record.failed_tries),
             seed: record.seed,
             usage: record.usage,
             started_us: record.started_at.micros(),
@@ -400,6 +419,12 @@ mod tests {
             http_status: Some(200),
             error_code: (outcome != OutcomeKind::Completed).then(|| "batch_expired".to_owned()),
             attempts: 2,
+            failed_tries: vec![FailedTry {
+                number: 1,
+                http_status: Some(503),
+                code: "busy".to_owned(),
+                message: "\u{2028}later".to_owned(),
+            }],
             seed: Some(u64::MAX),
             usage: Usage { input_tokens: 3, cached_tokens: 1, output_tokens: 2, reasoning_tokens: 0 },
             started_at: Timestamp::from_micros(1),

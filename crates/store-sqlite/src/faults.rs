@@ -1,7 +1,7 @@
 //! Rows of item faults.
 
 use overnight_store::{Error, Fault, Guarded, NewFault, ShardKey};
-use overnight_types::{ItemIndex, JobId, ShardState};
+use overnight_types::{FailedTry, ItemIndex, JobId, ShardState};
 use sqlx::SqliteConnection;
 use sqlx::sqlite::SqliteRow;
 
@@ -48,10 +48,15 @@ impl SqliteStore {
             from json_each(?2) where true
             on conflict (job_id, item_index) do update set attempts = excluded.attempts,
                 not_before = excluded.not_before, http_status = excluded.http_status,
-                code = excluded.code, message = excluded.message",
+                code = excluded.code, message = excluded.message,
+                earlier = json_insert(
+                    case when json_array_length(earlier) < ?3 then earlier else json_remove(earlier, '$[0]') end,
+                    '$[#]', json_array(attempts, http_status, code, substr(message, 1, ?4)))",
         )
         .bind(key(shard.job.uuid()))
         .bind(serde_json::Value::from(rows).to_string())
+        .bind(int(FailedTry::KEPT_MAX as u64))
+        .bind(int(FailedTry::MESSAGE_CHARS_MAX as u64))
         .execute(&mut *write)
         .await
         .map_err(failed(doing))?;
@@ -103,5 +108,13 @@ fn read(row: &SqliteRow) -> Result<Fault, Error> {
         http_status: http_status.map(as_status).transpose()?,
         code: row.text("code")?,
         message: row.text("message")?,
+        earlier: earlier(&row.text("earlier")?)?,
     })
+}
+
+fn earlier(text: &str) -> Result<Vec<FailedTry>, Error> {
+    let tries: Vec<(u32, Option<u16>, String, String)> =
+        serde_json::from_str(text).map_err(|_| damaged("item_faults.earlier", text))?;
+    let tries = tries.into_iter();
+    Ok(tries.map(|(number, http_status, code, message)| FailedTry { number, http_status, code, message }).collect())
 }

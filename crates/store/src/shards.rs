@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use overnight_types::{Bitmap, Epoch, ItemIndex, JobId, JobState, ShardIndex, ShardState, Timestamp, Usage, WorkerId};
+use overnight_types::{
+    Bitmap, Epoch, FailedTry, ItemIndex, JobId, JobState, ShardIndex, ShardState, Timestamp, Usage, WorkerId,
+};
 
 use crate::{CancelMode, Error, Guarded, Job, NewSegment};
 
@@ -87,9 +89,21 @@ pub struct Fault {
     pub code: String,
     /// The last error in words.
     pub message: String,
+    /// The tries before the last one, oldest first, at most [`FailedTry::KEPT_MAX`].
+    pub earlier: Vec<FailedTry>,
 }
 
-/// A fault about to be recorded; it replaces the item's older one.
+impl Fault {
+    /// Every failed try that is known, oldest first; the last one included.
+    pub fn tries(&self) -> Vec<FailedTry> {
+        let message = self.message.chars().take(FailedTry::MESSAGE_CHARS_MAX).collect();
+        let last = FailedTry { number: self.attempts, http_status: self.http_status, code: self.code.clone(), message };
+        self.earlier.iter().cloned().chain([last]).collect()
+    }
+}
+
+/// A fault about to be recorded; it replaces the item's older one, which becomes the
+/// last of its earlier tries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NewFault {
     /// The item.

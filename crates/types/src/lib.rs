@@ -20,6 +20,6 @@ pub use id::{BatchRequestId, Epoch, EventId, FileId, ItemIndex, JobId, ParseIdEr
 pub use item::{Bitmap, ItemState};
 pub use job::{Ending, Endpoint, JobState};
 pub use limits::Limits;
-pub use outcome::{ErrorCode, OutcomeCounts, OutcomeKind, Usage};
+pub use outcome::{ErrorCode, FailedTry, OutcomeCounts, OutcomeKind, Usage};
 pub use shard::ShardState;
 pub use time::Timestamp;

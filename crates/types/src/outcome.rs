@@ -32,6 +32,27 @@ worded_enum!(
     InputUnavailable = "input_unavailable",
 });
 
+/// A try of an item that failed and was followed by another.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedTry {
+    /// Its number, from 1.
+    pub number: u32,
+    /// HTTP status, when there was an answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub http_status: Option<u16>,
+    /// Stable code.
+    pub code: String,
+    /// In words, at most [`FailedTry::MESSAGE_CHARS_MAX`] characters.
+    pub message: String,
+}
+
+impl FailedTry {
+    /// Tries kept of one item, the latest ones: a record's head is bounded.
+    pub const KEPT_MAX: usize = 8;
+    /// Longest message kept.
+    pub const MESSAGE_CHARS_MAX: usize = 200;
+}
+
 /// Tokens used, summed over final outcomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Usage {

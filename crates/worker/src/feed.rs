@@ -15,7 +15,7 @@ use bytes::Bytes;
 use overnight_blobs::ItemRecord;
 use overnight_engine::request::RequestId;
 use overnight_store::{NewFault, NewShard, ShardKey};
-use overnight_types::{BatchRequestId, Bitmap, FileId, ItemIndex, OutcomeKind, Timestamp, chain};
+use overnight_types::{BatchRequestId, Bitmap, FailedTry, FileId, ItemIndex, OutcomeKind, Timestamp, chain};
 use tokio::sync::mpsc;
 use uuid::Uuid;
 
@@ -66,6 +66,18 @@ struct Active {
     scheduled_at: Option<Instant>,
 }
 
+/// An item of the shard that failed before.
+#[derive(Debug)]
+pub(crate) struct KnownFault {
+    pub(crate) bit: u32,
+    /// From now.
+    pub(crate) wait: Duration,
+    /// Tries so far.
+    pub(crate) attempts: u32,
+    /// Those that are known with their errors, oldest first.
+    pub(crate) tries: Vec<FailedTry>,
+}
+
 /// A shard under lease.
 #[derive(Debug)]
 pub(crate) struct OpenLease {
@@ -90,6 +102,8 @@ pub(crate) struct OpenLease {
     lines: HashMap<u32, Bytes>,
     /// Tries so far, of items that failed before.
     attempts: HashMap<u32, u32>,
+    /// What they failed of.
+    failed_tries: HashMap<u32, Vec<FailedTry>>,
     queue: VecDeque<u32>,
     /// In reverse order: the next one is last.
     ready: Vec<ReadyItem>,
@@ -137,6 +151,7 @@ impl OpenLease {
             retry_budget: parts.retry_budget,
             lines: HashMap::new(),
             attempts: HashMap::new(),
+            failed_tries: HashMap::new(),
             queue: VecDeque::new(),
             ready: Vec::new(),
             active: HashMap::new(),
@@ -147,12 +162,12 @@ impl OpenLease {
         }
     }
 
-    /// Takes the lines of undone items, and what is known of their failed tries:
-    /// (bit, tries, wait from now).
-    pub(crate) fn load(&mut self, lines: Vec<InputLine>, faults: &[(u32, u32, Duration)]) {
+    /// Takes the lines of undone items, and what is known of their failed tries.
+    pub(crate) fn load(&mut self, lines: Vec<InputLine>, faults: Vec<KnownFault>) {
         let now = Instant::now();
-        for &(bit, attempts, wait) in faults {
+        for KnownFault { bit, wait, attempts, tries } in faults {
             self.attempts.insert(bit, attempts);
+            self.failed_tries.insert(bit, tries);
             if !wait.is_zero() {
                 self.waiting.push(Reverse((now + wait, bit)));
             }
@@ -390,6 +405,10 @@ impl OpenLease {
     fn retry(&mut self, bit: u32, tries: u32, last: Ended, message: String, retry_after: Option<Duration>) {
         let delay = outcome::backoff(&self.shared.config, tries, retry_after);
         self.attempts.insert(bit, tries);
+        let code = last.error_code.unwrap_or_else(|| "unknown".to_owned());
+        let failed =
+            FailedTry { number: tries, http_status: last.http_status, code: code.clone(), message: message.clone() };
+        self.failed_tries.entry(bit).or_default().push(failed);
         self.waiting.push(Reverse((Instant::now() + delay, bit)));
         self.open.settled(1);
         self.unwritten.push_fault(NewFault {
@@ -397,7 +416,7 @@ impl OpenLease {
             attempts: tries,
             delay,
             http_status: last.http_status,
-            code: last.error_code.unwrap_or_else(|| "unknown".to_owned()),
+            code,
             message,
         });
     }
@@ -420,6 +439,7 @@ impl OpenLease {
             http_status: ended.http_status,
             error_code: ended.error_code.clone(),
             attempts,
+            failed_tries: self.failed_tries.remove(&bit).unwrap_or_default(),
             seed: seed.filter(|_| ended.outcome == OutcomeKind::Completed),
             usage: ended.usage,
             started_at,

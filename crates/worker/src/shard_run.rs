@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use uuid::Uuid;
 
 use crate::claim::{Idle, Troubles};
-use crate::feed::{OpenLease, OpenLeaseParts, Stop};
+use crate::feed::{KnownFault, OpenLease, OpenLeaseParts, Stop};
 use crate::generate::EngineState;
 use crate::outcome::Ended;
 use crate::pool::Source;
@@ -137,7 +137,7 @@ pub(crate) async fn run_shard(shared: Arc<Shared>, work: ShardWork) {
         Err(stop) => Err(stop),
         Ok(Err(gone)) => shard.end_all(&Ended::input_unavailable(&gone)).await,
         Ok(Ok(lines)) => {
-            shard.load(lines, &faults);
+            shard.load(lines, faults);
             if is_suspect { run_alone(&mut shard, probe).await } else { run_together(&mut shard).await }
         }
     };
@@ -277,10 +277,7 @@ async fn finished(preparing: &mut Option<JoinHandle<Vec<ReadyItem>>>) -> Option<
     }
 }
 
-/// Faults as the shard takes them: bit, tries, wait from now.
-type Faults = Vec<(u32, u32, Duration)>;
-
-fn open_lease(shared: &Arc<Shared>, work: ShardWork) -> (OpenLease, Faults) {
+fn open_lease(shared: &Arc<Shared>, work: ShardWork) -> (OpenLease, Vec<KnownFault>) {
     let ShardWork { lease, guard, open } = work;
     let ShardLease { job, shard, faults, .. } = lease;
     // By the database's clock: the claim set the lease's end.
@@ -289,7 +286,8 @@ fn open_lease(shared: &Arc<Shared>, work: ShardWork) -> (OpenLease, Faults) {
     let faults = faults.iter().filter_map(|fault| {
         let bit = u32::try_from(fault.item.0.checked_sub(first_item)?).ok()?;
         let wait = fault.not_before.micros().saturating_sub(now?).max(0);
-        Some((bit, fault.attempts, Duration::from_micros(wait.unsigned_abs())))
+        let wait = Duration::from_micros(wait.unsigned_abs());
+        Some(KnownFault { bit, wait, attempts: fault.attempts, tries: fault.tries() })
     });
     let faults = faults.collect();
     let recipe = Recipe {

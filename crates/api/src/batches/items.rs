@@ -6,7 +6,7 @@ use axum::extract::{Path, State};
 use axum::http::Uri;
 use bytes::Bytes;
 use overnight_store::{Attempt, Fault};
-use overnight_types::{BatchRequestId, ItemIndex, ItemState};
+use overnight_types::{BatchRequestId, FailedTry, ItemIndex, ItemState};
 use overnight_worker::items::{self, ItemDetail, ItemQuery, ItemRef, ItemView};
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -46,6 +46,7 @@ pub(crate) struct ItemDetailObject {
     input: Option<Box<RawValue>>,
     output: Option<Box<RawValue>>,
     last_error: Option<LastError>,
+    failed_attempts: Vec<FailedAttempt>,
     attempt_log: Vec<AttemptObject>,
 }
 
@@ -56,6 +57,21 @@ struct LastError {
     message: String,
     http_status: Option<u16>,
     retry_at: i64,
+}
+
+/// One try of the item that failed and was, or will be, followed by another.
+#[derive(Debug, Serialize)]
+struct FailedAttempt {
+    number: u32,
+    code: String,
+    message: String,
+    http_status: Option<u16>,
+}
+
+impl From<FailedTry> for FailedAttempt {
+    fn from(tried: FailedTry) -> Self {
+        Self { number: tried.number, code: tried.code, message: tried.message, http_status: tried.http_status }
+    }
 }
 
 /// One try at the item's shard.
@@ -144,12 +160,13 @@ pub(crate) async fn item(
     let item = parse_index(&index).ok_or_else(no_such_item)?;
     let job = super::find(&state, &id).await?;
     let found = items::find(state.parts.store.as_ref(), &state.parts.blobs, &job, &ItemRef::Index(item)).await?;
-    let ItemDetail { view, input, output, fault, attempts } = found.ok_or_else(no_such_item)?;
+    let ItemDetail { view, input, output, fault, failed_tries, attempts } = found.ok_or_else(no_such_item)?;
     Ok(Json(ItemDetailObject {
         item: view.into(),
         input: input.map(raw).transpose()?,
         output: output.map(raw).transpose()?,
         last_error: fault.map(LastError::from),
+        failed_attempts: failed_tries.into_iter().map(FailedAttempt::from).collect(),
         attempt_log: attempts.into_iter().map(AttemptObject::from).collect(),
     }))
 }

@@ -1,5 +1,5 @@
 //! `POST /v1/batches/{batch_id}/retry`: a selective resume, or a new batch of the
-//! selected lines.
+//! selected lines. With `dry_run` it only says how many that would be.
 
 use std::time::Duration;
 
@@ -7,11 +7,12 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::http::HeaderMap;
+use axum::response::{IntoResponse, Response};
 use overnight_store::{InsertJob, Job, NewJob, Reopen};
 use overnight_types::{JobId, OutcomeKind, chain};
-use overnight_worker::items::{RetryFilter, discard_leftovers, plan_retry};
+use overnight_worker::items::{RetryFilter, RetryPlan, discard_leftovers, plan_retry, preview_retry};
+use serde_json::json;
 
-use super::object::BatchObject;
 use super::resume::{check_reopening, reopen_if_ended};
 use super::window::parse_window;
 use super::{copy_lines, refuse};
@@ -19,7 +20,7 @@ use crate::body::Fields;
 use crate::error::{ApiError, Result};
 use crate::state::{Inner, Shared};
 
-const KNOWN: [&str; 5] = ["outcomes", "error_codes", "custom_ids", "completion_window", "new_batch"];
+const KNOWN: [&str; 6] = ["outcomes", "error_codes", "custom_ids", "completion_window", "new_batch", "dry_run"];
 /// Most entries of a list in the body.
 const ENTRIES_MAX: usize = 10_000;
 
@@ -29,7 +30,7 @@ pub(crate) async fn retry(
     Path(id): Path<String>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<BatchObject>> {
+) -> Result<Response> {
     let fields = Fields::read_optional(&state, &headers, body, &KNOWN).await?;
     let filter = filter(&fields)?;
     let window = match fields.text("completion_window")? {
@@ -41,12 +42,18 @@ pub(crate) async fn retry(
     if !job.state.is_terminal() {
         return Err(refuse(&id, Some(job.state), "batch_busy", "retry requests of"));
     }
+    if fields.flag("dry_run")? {
+        let plan = preview_retry(state.parts.store.as_ref(), &state.parts.blobs, &job, &filter).await?;
+        check_plan(&plan)?;
+        let plan = json!({"object": "batch.retry_plan", "batch_id": id, "will_run": plan.items.len()});
+        return Ok(Json(plan).into_response());
+    }
     check_reopening(&state, &job, job.state).await?;
     let job = match new_batch {
         true => copy_as_new(&state, &job, &filter, window).await?,
         false => run_again(&state, &id, &job, &filter, window).await?,
     };
-    super::show(&state, &job).await
+    super::show(&state, &job).await.map(IntoResponse::into_response)
 }
 
 async fn run_again(
@@ -60,12 +67,7 @@ async fn run_again(
         return Err(nothing_matches());
     }
     let plan = plan_retry(state.parts.store.as_ref(), &state.parts.blobs, job, filter).await?;
-    if let Some(unknown) = plan.unknown_custom_ids.first() {
-        return Err(unknown_custom_id(unknown));
-    }
-    if plan.items.is_empty() {
-        return Err(nothing_matches());
-    }
+    check_plan(&plan)?;
     let items = plan.reopen_items();
     let reopen = Reopen { items, window, leftover_segments: plan.leftover_segments.clone() };
     match reopen_if_ended(state, id, job.id, reopen).await? {
@@ -78,6 +80,14 @@ async fn run_again(
             }
             Err(refusal)
         }
+    }
+}
+
+fn check_plan(plan: &RetryPlan) -> Result<()> {
+    match (plan.unknown_custom_ids.first(), plan.items.is_empty()) {
+        (Some(unknown), _) => Err(unknown_custom_id(unknown)),
+        (None, true) => Err(nothing_matches()),
+        (None, false) => Ok(()),
     }
 }
 

@@ -95,10 +95,35 @@ async fn single_item_has_its_input_output_and_attempts() {
     assert!(text.contains(&format!("\"input\":{odd}")), "{text}");
     assert!(text.contains(r#""custom_id":"a\ud800""#), "{text}");
     assert!(text.contains(r#""output":{"id":"batch_req_"#), "{text}");
-    assert!(text.contains(r#""last_error":null,"attempt_log":[{"number":1,"worker":"worker_"#), "{text}");
+    assert!(
+        text.contains(r#""last_error":null,"failed_attempts":[],"attempt_log":[{"number":1,"worker":"worker_"#),
+        "{text}"
+    );
     for index in ["1", "x", "-1", "99999999999999999999"] {
         server.get(&format!("/v1/batches/{id}/items/{index}")).await.refused(404, "index", "not_found");
     }
+    worker.shutdown(GRACE).await;
+}
+
+#[tokio::test]
+async fn each_failed_try_stays_with_its_error_after_the_outcome() {
+    let tries = std::sync::atomic::AtomicU32::new(0);
+    let engine = ScriptedGenerate::new(move |_| match tries.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+        0 => Reply::Response(503, r#"{"error":{"message":"first trouble","code":"busy"}}"#.to_owned(), None),
+        1 => Reply::Response(500, r#"{"error":{"message":"second trouble","code":"broken"}}"#.to_owned(), None),
+        _ => Reply::Text("fine".to_owned()),
+    });
+    let server = Server::with(engine, |_| {}).await;
+    let worker = server.service.start(&server.engine).await;
+    let id = server.submit(&[line("a")]).await;
+    server.until(&id, "completed").await;
+    let item = server.get(&format!("/v1/batches/{id}/items/0")).await.ok();
+    assert_eq!((&item["state"], &item["attempts"]), (&json!("completed"), &json!(3)));
+    let tried = item["failed_attempts"].as_array().unwrap();
+    let codes: Vec<_> = tried.iter().map(|tried| (&tried["number"], &tried["code"], &tried["http_status"])).collect();
+    let (one, two) = (json!(1), json!(2));
+    assert_eq!(codes, [(&one, &json!("busy"), &json!(503)), (&two, &json!("broken"), &json!(500))], "{item}");
+    assert!(tried[0]["message"].as_str().unwrap().contains("first trouble"), "{item}");
     worker.shutdown(GRACE).await;
 }
 
@@ -180,6 +205,19 @@ async fn retry_runs_only_what_matches() {
         assert_eq!(server.engine.num_asked() - before, more, "{body}");
         assert_eq!(batch["request_counts"], json!({"total": 4, "completed": 1, "failed": 3}));
     }
+    let asked = server.engine.num_asked();
+    for (body, will_run) in [
+        (json!({"dry_run": true, "error_codes": ["worse_code"]}), 2),
+        (json!({"dry_run": true, "error_codes": ["worse_code"], "custom_ids": ["worse 2", "bad"]}), 1),
+        (json!({"dry_run": true, "new_batch": true}), 3),
+    ] {
+        let plan = server.post(&path, body).await.ok();
+        assert_eq!(plan, json!({"object": "batch.retry_plan", "batch_id": id, "will_run": will_run}));
+    }
+    let unknown = server.post(&path, json!({"dry_run": true, "custom_ids": ["nobody"]})).await;
+    unknown.refused(400, "custom_ids", "not_found");
+    assert_eq!(server.get(&format!("/v1/batches/{id}")).await.ok()["status"], "completed", "nothing was changed");
+    assert_eq!(server.engine.num_asked(), asked);
     server.post(&path, json!({"error_codes": ["other"]})).await.refused(409, Value::Null, "nothing_to_resume");
     server.post(&path, json!({"outcomes": ["expired"]})).await.refused(409, Value::Null, "nothing_to_resume");
     server.post(&path, json!({"custom_ids": ["good"]})).await.refused(409, Value::Null, "nothing_to_resume");

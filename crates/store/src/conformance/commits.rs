@@ -171,12 +171,25 @@ pub async fn faults_replace_each_other_and_use_the_budget(store: &dyn Store, clo
     let faults = store.list_faults(job.id, ItemIndex(0), ItemIndex(3), 9).await.unwrap();
     assert_eq!(faults.len(), 1);
     assert_eq!((faults[0].attempts, faults[0].http_status), (3, Some(503)));
+    let numbers = |fault: &crate::Fault| fault.tries().iter().map(|tried| tried.number).collect::<Vec<_>>();
+    assert_eq!(numbers(&faults[0]), [1, 2, 3], "each try is kept with its error");
+    let first = &faults[0].earlier[0];
+    assert_eq!((first.http_status, first.code.as_str()), (Some(503), "engine_timeout"));
+    assert_eq!(first.message, "the engine did not answer");
     assert!(faults[0].not_before >= before.plus(Duration::from_secs(3)), "the wait starts at the database's now");
     let progress = store.find_progress(job.id).await.unwrap();
     assert_eq!((progress.retries_used, progress.items_waiting), (3, 1));
     clock.advance(Duration::from_secs(10)).await;
     assert_eq!(store.find_progress(job.id).await.unwrap().items_waiting, 0, "due means not waiting");
     assert_eq!(store.list_faults(job.id, ItemIndex(2), ItemIndex(3), 9).await.unwrap(), []);
+    for attempts in 4..=20 {
+        let mut fault = new_fault(1, attempts, SECOND);
+        fault.message = "ü".repeat(900);
+        applied(store.record_faults_if_leased(held.key(), &[fault]).await.unwrap());
+    }
+    let faults = store.list_faults(job.id, ItemIndex(0), ItemIndex(3), 9).await.unwrap();
+    assert_eq!(numbers(&faults[0]), [12, 13, 14, 15, 16, 17, 18, 19, 20], "the latest ones: a row stays small");
+    assert_eq!(faults[0].earlier[0].message, "ü".repeat(overnight_types::FailedTry::MESSAGE_CHARS_MAX));
 }
 
 /// Faults of a stale lease, or of an item that has its outcome, are lost; of another

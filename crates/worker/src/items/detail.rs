@@ -4,7 +4,7 @@ use bytes::Bytes;
 use overnight_blobs::envelope::Envelope;
 use overnight_blobs::{Blobs, index};
 use overnight_store::{Attempt, Fault, Job, Shard, Store};
-use overnight_types::ItemIndex;
+use overnight_types::{FailedTry, ItemIndex};
 
 use super::view::{ItemView, ShardLook};
 use crate::Error;
@@ -32,6 +32,9 @@ pub struct ItemDetail {
     pub output: Option<Bytes>,
     /// What it waits for.
     pub fault: Option<Fault>,
+    /// Its tries that failed and were followed by another, or will be; oldest first. Only
+    /// the latest are known of an item with many.
+    pub failed_tries: Vec<FailedTry>,
     /// Tries at its shard, the latest first.
     pub attempts: Vec<Attempt>,
 }
@@ -74,11 +77,14 @@ async fn by_index(store: &dyn Store, blobs: &Blobs, job: &Job, item: ItemIndex) 
     let bit = (item.0 - shard.cut.first_item.0) as u32;
     let Some((view, record)) = look.read(blobs, &[bit]).await?.pop() else { return Ok(None) };
     let attempts = store.list_attempts(job.id, shard.cut.shard, ATTEMPTS_SHOWN).await;
+    let fault = look.fault(item).cloned();
+    let of_record = record.as_ref().map(|record| record.failed_tries.clone());
     Ok(Some(ItemDetail {
         view,
         input: look.input_line(bit),
+        failed_tries: of_record.or_else(|| fault.as_ref().map(Fault::tries)).unwrap_or_default(),
         output: record.map(|record| record.line),
-        fault: look.fault(item).cloned(),
+        fault,
         attempts: attempts.map_err(Error::store("list attempts"))?,
     }))
 }

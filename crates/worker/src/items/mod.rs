@@ -18,5 +18,5 @@ pub use detail::{ItemDetail, ItemRef, find};
 pub use error::Error;
 pub use groups::{ErrorExample, ErrorGroup, error_groups};
 pub use results::{ResultsCursor, ResultsOrder, ResultsPage, ResultsQuery, results};
-pub use retry::{RetryFilter, RetryPlan, discard_leftovers, plan_retry};
+pub use retry::{RetryFilter, RetryPlan, discard_leftovers, plan_retry, preview_retry};
 pub use view::{ItemPage, ItemQuery, ItemView, list};

@@ -53,6 +53,35 @@ impl RetryPlan {
 /// Selects the items of an ended job that run again, and writes the lines of the
 /// undone ones that do not. Completed items never run again.
 pub async fn plan_retry(store: &dyn Store, blobs: &Blobs, job: &Job, filter: &RetryFilter) -> Result<RetryPlan, Error> {
+    let Choice { mut plan, left_out, ending } = choose(store, blobs, job, filter).await?;
+    // Nothing to run again, or an item that is not there, is no re-opening, so nothing is written for it.
+    if !plan.items.is_empty() && plan.unknown_custom_ids.is_empty() {
+        for (shard, rest) in left_out {
+            plan.leftover_segments.push(write_leftover(blobs, job, &shard, &rest, ending).await?);
+        }
+    }
+    Ok(plan)
+}
+
+/// The same selection, and nothing is written: what a retry would run.
+pub async fn preview_retry(
+    store: &dyn Store,
+    blobs: &Blobs,
+    job: &Job,
+    filter: &RetryFilter,
+) -> Result<RetryPlan, Error> {
+    Ok(choose(store, blobs, job, filter).await?.plan)
+}
+
+/// A selection before anything is written for it.
+struct Choice {
+    plan: RetryPlan,
+    /// Undone items by shard that do not run again.
+    left_out: Vec<(Shard, Bitmap)>,
+    ending: Ending,
+}
+
+async fn choose(store: &dyn Store, blobs: &Blobs, job: &Job, filter: &RetryFilter) -> Result<Choice, Error> {
     let damaged = || Error::Damaged { job: job.id, what: "it has ended without an ending".to_owned() };
     let ending = job.ending.ok_or_else(damaged)?;
     let (named, unknown_custom_ids) = named_items(store, blobs, job, filter).await?;
@@ -75,13 +104,7 @@ pub async fn plan_retry(store: &dyn Store, blobs: &Blobs, job: &Job, filter: &Re
             }
         }
     }
-    // Nothing to run again, or an item that is not there, is no re-opening, so nothing is written for it.
-    if !plan.items.is_empty() && plan.unknown_custom_ids.is_empty() {
-        for (shard, rest) in left_out {
-            plan.leftover_segments.push(write_leftover(blobs, job, &shard, &rest, ending).await?);
-        }
-    }
-    Ok(plan)
+    Ok(Choice { plan, left_out, ending })
 }
 
 /// Deletes the objects of a plan whose re-opening was refused, so that they do not
@@ -191,6 +214,7 @@ async fn write_leftover(
             http_status: None,
             error_code: Some(code.as_str().to_owned()),
             attempts: 0,
+            failed_tries: Vec::new(),
             seed: None,
             usage: Usage::default(),
             started_at: ended_at,

@@ -147,6 +147,7 @@ pub(crate) fn record(job: &Job, item: u64, outcome: OutcomeKind) -> ItemRecord {
         http_status,
         error_code: error_code.map(str::to_owned),
         attempts: 1,
+        failed_tries: Vec::new(),
         seed: Some(item),
         usage: Usage { input_tokens: 10, cached_tokens: 1, output_tokens: 2, reasoning_tokens: 0 },
         started_at: at,

@@ -42,9 +42,12 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("sqlx", &["store-sqlite", "store-postgres"]),
     ("object_store", &["blobs"]),
     ("axum", &["api", "web"]),
+    ("hyper", &["api"]),
+    ("hyper-util", &["api"]),
     ("askama", &["web"]),
     ("cudarc", &["kernels"]),
     ("tokenizers", &["engine"]),
+    // Decision 0040 says why cli renders by itself.
     ("minijinja", &["engine", "cli"]),
     ("safetensors", &["engine"]),
     ("reqwest", &["worker", "cli"]),

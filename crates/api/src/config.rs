@@ -50,6 +50,12 @@ pub struct ApiConfig {
     pub event_streams_max: u32,
     /// Most uploads at once; more are answered 429.
     pub uploads_max: u32,
+    /// Most connections at once; more wait until one ends.
+    pub connections_max: u32,
+    /// Longest that a client may take to send a request's head, an idle connection's next
+    /// one included, or to take the next piece of an answer; then it is cut.
+    #[serde(with = "humane::duration")]
+    pub connection_timeout: Duration,
     /// Time between looks at the store in an event stream.
     #[serde(with = "humane::duration")]
     pub events_poll_every: Duration,
@@ -82,6 +88,9 @@ impl Default for ApiConfig {
             online_requests_max: 256,
             event_streams_max: 256,
             uploads_max: 64,
+            connections_max: 4_096,
+            // Above the idle time of clients' pools, so that they let go first.
+            connection_timeout: Duration::from_secs(120),
             events_poll_every: Duration::from_secs(1),
             batch_file_expires_after: 30 * DAY,
             free_disk_bytes_min: 1 << 30,
@@ -125,11 +134,12 @@ impl ApiConfig {
             }
         }
         let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
-        let times: [(&'static str, Duration, Duration, Duration); 7] = [
+        let times: [(&'static str, Duration, Duration, Duration); 8] = [
             ("body_timeout", self.body_timeout, second, hour),
             ("request_timeout", self.request_timeout, second, hour),
             ("upload_idle_timeout", self.upload_idle_timeout, Duration::from_millis(10), DAY),
             ("online_timeout", self.online_timeout, Duration::from_millis(10), DAY),
+            ("connection_timeout", self.connection_timeout, Duration::from_millis(10), hour),
             ("events_poll_every", self.events_poll_every, Duration::from_millis(10), Duration::from_secs(60)),
             ("batch_file_expires_after", self.batch_file_expires_after, Duration::ZERO, 3_650 * DAY),
             ("retry_after", self.retry_after, second, hour),
@@ -144,6 +154,7 @@ impl ApiConfig {
             ("online_requests_max", self.online_requests_max),
             ("event_streams_max", self.event_streams_max),
             ("uploads_max", self.uploads_max),
+            ("connections_max", self.connections_max),
         ];
         for (key, value) in counts {
             if !(1..=1 << 20).contains(&value) {

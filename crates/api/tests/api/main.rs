@@ -2,6 +2,7 @@
 
 mod auth;
 mod clients;
+mod connections;
 mod content;
 mod create;
 mod events;

@@ -137,7 +137,11 @@ impl Server {
         let address = listener.local_addr()?;
         let url = format!("http://{address}");
         let card = host::announce(&place.data_dir, &url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]"))?;
-        let api = tokio::spawn(overnight_api::serve(listener, router, stop_api.clone(), CONNECTIONS_GRACE));
+        let (api_config, stop) = (config.api.clone(), stop_api.clone());
+        let api =
+            tokio::spawn(
+                async move { overnight_api::serve(listener, router, &api_config, stop, CONNECTIONS_GRACE).await },
+            );
         tracing::info!(
             "overnight {} listening on {url}, data in {}",
             env!("CARGO_PKG_VERSION"),

@@ -51,7 +51,8 @@ async fn complete(
     let place = state.online.enter()?;
     require_json(headers)?;
     let body = read(state, headers, body).await?;
-    let id = id.0.trim_start_matches("req_").to_owned();
+    let request_id = id.0.clone();
+    let id = request_id.trim_start_matches("req_").to_owned();
     // Templates and tokenizers take CPU time.
     let prepared = tokio::task::spawn_blocking(move || {
         let options = PrepareOptions {
@@ -78,7 +79,7 @@ async fn complete(
         .await
         .map_err(|error| ApiError::unavailable("engine_not_accepting", state.retry_after()).cause(error.to_string()))?;
     match streams {
-        true => stream(outputs, answer, state.retry_after()).await,
+        true => stream(outputs, answer, request_id, state.retry_after()).await,
         false => whole(outputs, answer, state).await,
     }
 }

@@ -5,11 +5,11 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::header;
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::stream;
-use overnight_worker::mapper::{Answer, StreamEnd};
+use overnight_worker::mapper::{Answer, Response as Answered, StreamEnd};
 use serde_json::json;
 
 use super::answer::{Outputs, finished};
@@ -17,8 +17,13 @@ use crate::error::{ApiError, Result};
 
 /// Answers with the stream once its first chunk is there; a failure before that is
 /// an ordinary error answer.
-pub(crate) async fn stream(outputs: Outputs, answer: Answer, retry_after: Duration) -> Result<Response> {
-    let mut chunks = Chunks { outputs, answer, ready: VecDeque::new(), over: false };
+pub(crate) async fn stream(
+    outputs: Outputs,
+    answer: Answer,
+    request_id: String,
+    retry_after: Duration,
+) -> Result<Response> {
+    let mut chunks = Chunks { outputs, answer, request_id, ready: VecDeque::new(), over: false };
     while chunks.ready.is_empty() && !chunks.over {
         if let Some(StreamEnd::Failed(response)) = chunks.advance().await?
             && chunks.ready.is_empty()
@@ -37,6 +42,7 @@ pub(crate) async fn stream(outputs: Outputs, answer: Answer, retry_after: Durati
 struct Chunks {
     outputs: Outputs,
     answer: Answer,
+    request_id: String,
     ready: VecDeque<Bytes>,
     over: bool,
 }
@@ -65,21 +71,38 @@ impl Chunks {
             }
             // Headers are out: trouble can only be told as a last event.
             match self.advance().await {
-                Ok(Some(StreamEnd::Failed(response))) if self.ready.is_empty() => return Some(event(&response.body)),
+                Ok(Some(StreamEnd::Failed(response))) => {
+                    let last = failed(response, &self.request_id);
+                    self.ready.push_back(last);
+                }
                 Ok(_) => {}
                 Err(error) => {
                     self.over = true;
-                    return Some(event(trouble(&error).as_bytes()));
+                    return Some(event(trouble(&error, &self.request_id).as_bytes()));
                 }
             }
         }
     }
 }
 
-fn trouble(error: &ApiError) -> String {
-    tracing::error!(cause = error.cause.as_deref().unwrap_or(&error.message), "stream cut short");
-    json!({"error": {"message": "the server could not finish the stream", "type": error.kind(), "param": null, "code": error.code}})
-        .to_string()
+/// What a client is told of a failed answer: a refusal as it is, our own trouble without
+/// its cause, as in any other 5xx.
+fn failed(response: Answered, request_id: &str) -> Bytes {
+    let status = StatusCode::from_u16(response.status).unwrap_or(StatusCode::BAD_GATEWAY);
+    if !status.is_server_error() {
+        return response.body;
+    }
+    let error = ApiError::new(status, "the engine failed")
+        .code(response.error_code.unwrap_or_else(|| "engine_error".to_owned()))
+        .cause(String::from_utf8_lossy(&response.body).into_owned());
+    trouble(&error, request_id).into()
+}
+
+fn trouble(error: &ApiError, request_id: &str) -> String {
+    let cause = error.cause.as_deref().unwrap_or(&error.message);
+    tracing::error!(request.id = %request_id, cause, "stream cut short");
+    let message = format!("the server could not finish the stream; request id: {request_id}");
+    json!({"error": {"message": message, "type": error.kind(), "param": null, "code": error.code}}).to_string()
 }
 
 fn event(data: &[u8]) -> Bytes {

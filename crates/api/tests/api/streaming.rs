@@ -117,6 +117,19 @@ async fn stream_that_stalls_ends_with_an_error_event() {
 }
 
 #[tokio::test]
+async fn trouble_in_mid_stream_tells_a_code_and_the_request_id_and_no_cause() {
+    let server = server(&Words::breaking()).await;
+    let answer = server.send(json_request("/v1/chat/completions", chat(json!({"stream": true})))).await;
+    let text = answer.text();
+    assert!(text.contains("w0 "), "what was said stays: {text}");
+    let last: Value = serde_json::from_str(payloads(&text).last().unwrap()).unwrap();
+    assert_eq!(last["error"]["type"], "server_error", "{text}");
+    assert!(last["error"]["code"].is_string(), "{text}");
+    assert!(last["error"]["message"].as_str().unwrap().contains(answer.header("x-request-id")), "{text}");
+    assert!(!text.contains("panicked") && !text.contains("/secret"), "{text}");
+}
+
+#[tokio::test]
 async fn tokens_of_a_text_and_back() {
     let server = server(&Words::default()).await;
     let tokens = server.post("/tokenize", json!({"prompt": "the hand", "add_special_tokens": false})).await.ok();

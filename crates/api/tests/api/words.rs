@@ -9,7 +9,8 @@ use overnight_engine::text::Text;
 use overnight_testing::service::MODEL;
 use overnight_testing::tiny_model::{TinyArch, TinyModel};
 use overnight_worker::generate::{
-    EngineState, EngineStatus, Generate, Input, NotAccepting, Output, OutputSender, Request, RequestId, TokenOutput,
+    EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request, RequestId,
+    TokenOutput,
 };
 use overnight_worker::mapper::{Mapper, ModelLimits};
 
@@ -21,6 +22,8 @@ const WORDS: u32 = 3;
 pub(crate) struct Words {
     /// Says only the first word and then nothing.
     stalls: bool,
+    /// Says only the first word and then that it stopped.
+    breaks: bool,
     cancelled: Arc<Mutex<Vec<RequestId>>>,
     /// Outputs of stalled requests, so that their channels stay open.
     stalled: Arc<Mutex<Vec<OutputSender>>>,
@@ -30,6 +33,11 @@ impl Words {
     /// One that says only the first word of a stream.
     pub(crate) fn stalling() -> Self {
         Self { stalls: true, ..Self::default() }
+    }
+
+    /// One that breaks after the first word of a stream, in words that are not the client's.
+    pub(crate) fn breaking() -> Self {
+        Self { breaks: true, ..Self::default() }
     }
 
     pub(crate) fn num_cancelled(&self) -> usize {
@@ -61,6 +69,12 @@ impl Words {
         for word in 0..num_words {
             let last = (word + 1 == num_words && !self.stalls).then(|| finish.clone());
             let _ = outputs.send(said(word..word + 1, last));
+            if self.breaks {
+                let message = "the engine stopped: a step panicked: row 7 of /secret/weights".to_owned();
+                let failure = Failure::EngineTrouble { message };
+                let _ = outputs.send(vec![Output::Failed { id: request.id, failure }]);
+                return;
+            }
             if self.stalls {
                 self.stalled.lock().unwrap_or_else(PoisonError::into_inner).push(outputs.clone());
                 return;

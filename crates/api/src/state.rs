@@ -120,12 +120,19 @@ impl Inner {
 
     /// 503 while the disk is too full to take more.
     pub(crate) fn check_free_disk(&self) -> Result<()> {
+        self.check_free_disk_for(0)
+    }
+
+    /// The same when `more_bytes` are about to come.
+    pub(crate) fn check_free_disk_for(&self, more_bytes: u64) -> Result<()> {
         let min = self.parts.config.free_disk_bytes_min;
         let Some(free_disk) = self.parts.free_disk.as_ref().filter(|_| min > 0) else { return Ok(()) };
         let unavailable = |cause| ApiError::unavailable("disk_full", self.retry_after()).cause(cause);
         match free_disk() {
-            Ok(free) if free >= min => Ok(()),
-            Ok(free) => Err(unavailable(format!("{free} bytes free, api.free_disk_bytes_min is {min}"))),
+            Ok(free) if free >= min.saturating_add(more_bytes) => Ok(()),
+            Ok(free) => {
+                Err(unavailable(format!("{free} bytes free, {more_bytes} to come, api.free_disk_bytes_min is {min}")))
+            }
             Err(reason) => Err(unavailable(reason)),
         }
     }

@@ -32,15 +32,19 @@ const FILENAME_CHARS_MAX: usize = 255;
 const FORM_OVERHEAD_BYTES: u64 = 256 << 10;
 /// How much of a refused body is still read, so that the client gets to read the answer.
 const DRAIN_BYTES_MAX: usize = 16 << 20;
+/// Room on the disk is looked at again after so many bytes: other uploads fill it too.
+const LOOK_EVERY_BYTES: u64 = 4 << 20;
 const DRAIN_TIME_MAX: Duration = Duration::from_secs(2);
 
 /// Stores one file. Its fields may come in any order.
 pub(crate) async fn upload(State(state): State<Shared>, headers: HeaderMap, body: Body) -> Result<Json<FileObject>> {
     let place = state.uploads.enter()?;
-    state.check_free_disk()?;
+    let declared = content_length(&headers).unwrap_or(0);
+    // What is too large anyway gets the answer that says so.
+    let to_come = if declared > largest(&state) + FORM_OVERHEAD_BYTES { 0 } else { declared };
+    state.check_free_disk_for(to_come)?;
     let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     let boundary = boundary_of(content_type).map_err(refused_form)?;
-    let declared = content_length(&headers).unwrap_or(0);
     let form = Multipart::new(body, &boundary);
     let state = Arc::clone(&state);
     let task = tokio::spawn(async move {
@@ -126,10 +130,15 @@ async fn read_file(state: &Inner, form: &mut Multipart, received: &mut Received,
     let id = FileId::new();
     let writer = state.parts.blobs.writer(&ObjectName::file(id)).await?;
     let (_, writer) = received.file.insert((id, writer));
+    let mut looked_at = 0;
     while let Some(chunk) = bounded(state, form.chunk()).await? {
         let limit = received.purpose.map_or_else(|| largest(state), |purpose| limit_of(state, purpose));
         if writer.num_bytes() + chunk.len() as u64 > limit {
             return Err(too_large(state, received.purpose));
+        }
+        if writer.num_bytes() - looked_at >= LOOK_EVERY_BYTES {
+            looked_at = writer.num_bytes();
+            state.check_free_disk()?;
         }
         writer.write(chunk).await?;
     }

@@ -284,6 +284,46 @@ async fn full_disk_is_503_before_anything_is_taken() {
 }
 
 #[tokio::test]
+async fn disk_that_fills_in_mid_upload_ends_it_and_leaves_nothing() {
+    let looks = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let counted = std::sync::Arc::clone(&looks);
+    let server = Server::with(ScriptedGenerate::echo(), |state| {
+        state.config.free_disk_bytes_min = 100;
+        // Room for the first look only, as when another upload takes the rest.
+        let look = move || match counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+            0 => Ok(1 << 40),
+            _ => Ok(99),
+        };
+        state.free_disk = Some(std::sync::Arc::new(look));
+    })
+    .await;
+    let content = vec![b'x'; 6 << 20];
+    let form = form(&[("purpose", None, b"batch"), ("file", Some("in.jsonl"), &content)]);
+    let pieces: Vec<_> =
+        form.chunks(1 << 20).map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece))).collect();
+    let answer = server.send(form_request(Body::from_stream(futures::stream::iter(pieces)))).await;
+    assert_eq!(answer.error(503).2, "disk_full");
+    assert_eq!(looks.load(std::sync::atomic::Ordering::Relaxed), 2, "one look at the start and one on the way");
+    server.assert_no_file().await;
+}
+
+#[tokio::test]
+async fn declared_length_counts_against_the_free_disk() {
+    let server = Server::with(ScriptedGenerate::echo(), |state| {
+        state.config.free_disk_bytes_min = 100;
+        state.free_disk = Some(std::sync::Arc::new(|| Ok(10_000)));
+    })
+    .await;
+    let send = async |length: u64| {
+        let mut request = form_request(form(&[("purpose", None, b"batch"), ("file", Some("in.jsonl"), LINE)]));
+        request.headers_mut().insert("content-length", length.into());
+        server.send(request).await
+    };
+    assert_eq!(send(9_901).await.error(503).2, "disk_full");
+    send(9_900).await.ok();
+}
+
+#[tokio::test]
 async fn only_so_many_uploads_run_at_once() {
     let server = Server::with(ScriptedGenerate::echo(), |state| state.config.uploads_max = 1).await;
     let (sender, receiver) = tokio::sync::mpsc::channel::<Result<Bytes, std::io::Error>>(1);

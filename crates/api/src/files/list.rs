@@ -13,6 +13,8 @@ use crate::list_object::ListObject;
 use crate::state::Shared;
 
 const LIMIT_MAX: u32 = 10_000;
+/// Words of the API for files that nothing here makes: asked for, there are none.
+const PURPOSES_WITHOUT_FILES: [&str; 2] = ["assistants_output", "fine-tune-results"];
 
 /// One page of files.
 pub(crate) async fn list(State(state): State<Shared>, uri: Uri) -> Result<Json<ListObject<FileObject>>> {
@@ -34,6 +36,9 @@ pub(crate) async fn list(State(state): State<Shared>, uri: Uri) -> Result<Json<L
             );
         }
     };
+    if query.get("purpose").is_some_and(|word| PURPOSES_WITHOUT_FILES.contains(&word)) {
+        return Ok(Json(ListObject::new(Vec::new(), None, None, false)));
+    }
     let purpose =
         query.get("purpose").map(|word| FilePurpose::parse(word).ok_or_else(|| unknown_purpose(word))).transpose()?;
     let page = match state.parts.store.list_files(FileQuery { after, limit, order, purpose }).await {
@@ -47,6 +52,7 @@ pub(crate) async fn list(State(state): State<Shared>, uri: Uri) -> Result<Json<L
 
 fn unknown_purpose(word: &str) -> ApiError {
     let shown: String = word.chars().take(40).collect();
-    let known = FilePurpose::ALL.iter().map(FilePurpose::as_str).collect::<Vec<_>>().join(", ");
+    let known = FilePurpose::ALL.iter().map(FilePurpose::as_str).chain(PURPOSES_WITHOUT_FILES);
+    let known = known.collect::<Vec<_>>().join(", ");
     ApiError::invalid("purpose", format!("purpose must be one of {known}; it is: {shown}")).code("invalid_value")
 }

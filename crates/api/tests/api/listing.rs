@@ -107,3 +107,14 @@ async fn files_page_in_both_orders_and_by_purpose() {
     assert_eq!(all_pages(&server, "/v1/files?purpose=batch&", 2).await, made);
     assert_eq!(all_pages(&server, "/v1/files?", 4).await.len(), 6);
 }
+
+#[tokio::test]
+async fn purposes_of_the_contract_that_nothing_has_are_an_empty_page() {
+    let server = Server::new().await;
+    server.upload("{}").await;
+    for purpose in ["assistants_output", "fine-tune-results"] {
+        let page = server.get(&format!("/v1/files?purpose={purpose}")).await.ok();
+        assert_eq!((&page["data"], &page["has_more"]), (&json!([]), &json!(false)), "{purpose}");
+    }
+    server.get("/v1/files?purpose=other").await.refused(400, "purpose", "invalid_value");
+}

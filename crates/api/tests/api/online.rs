@@ -134,3 +134,13 @@ async fn tokenizer_of_a_remote_engine_is_not_here() {
         assert_eq!(server.post(path, body).await.json()["code"], "no_engine");
     }
 }
+
+// Decision 0041.
+#[tokio::test]
+async fn stream_of_a_remote_engine_is_refused_by_name() {
+    let server = Server::new().await;
+    let body = json!({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true});
+    let message = server.post("/v1/chat/completions", body).await.refused(400, "stream", "stream_not_supported");
+    assert!(message.contains("leave stream out"), "{message}");
+    assert_eq!(server.engine.num_asked(), 0);
+}

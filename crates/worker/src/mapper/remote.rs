@@ -43,8 +43,8 @@ pub(super) fn prepare(
         return Err(Refusal::model_not_found(&model, names));
     }
     if peek.stream.is_some_and(|stream| stream.get() == "true") {
-        let why = "stream is not available here: the answer of a remote engine is taken whole";
-        return Err(Refusal::field("stream", why));
+        let why = "a remote engine's answer is taken whole: leave stream out, or ask that server itself";
+        return Err(Refusal::field("stream", why).with_code("stream_not_supported"));
     }
     let id = RequestId::next();
     let input = Input::Body { endpoint, json: Bytes::copy_from_slice(body) };

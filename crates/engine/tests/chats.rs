@@ -1,10 +1,14 @@
 //! Rendered chats against goldens of transformers (goldens/text/make_chats.py).
 
+mod fetched;
+
 use std::path::{Path, PathBuf};
 
 use overnight_engine::text::{ChatPrompt, TemplateError, Text};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+
+use fetched::fetched;
 
 #[derive(Deserialize)]
 struct Case {
@@ -87,22 +91,14 @@ fn family_constructs_and_generation_blocks_render_as_the_reference() {
 
 // Field report 40.
 #[test]
-#[expect(clippy::disallowed_methods, reason = "a test takes fetched files from where its runner put them")]
 fn shipped_templates_render_as_the_reference() {
-    let Some(folder) = std::env::var_os("OVERNIGHT_TEST_TOKENIZERS").map(PathBuf::from) else {
-        eprintln!("not run: set OVERNIGHT_TEST_TOKENIZERS to the folder that tests/fetch_tokenizers.sh fills");
-        return;
-    };
     for family in ["gemma3", "qwen3", "llama3", "llama3_1", "deepseek_v3"] {
-        if !folder.join(family).exists() {
-            eprintln!("not run for {family}: it was not fetched");
-            continue;
-        }
+        let Some(fetched) = fetched("tokenizers", "OVERNIGHT_TEST_TOKENIZERS", family) else { continue };
         // The template and the names of special tokens come from the family's own files.
         let bare = tempfile::tempdir().unwrap();
         write_bare(bare.path());
         let config: Value =
-            serde_json::from_slice(&std::fs::read(folder.join(family).join("tokenizer_config.json")).unwrap()).unwrap();
+            serde_json::from_slice(&std::fs::read(fetched.join("tokenizer_config.json")).unwrap()).unwrap();
         let name = |key: &str| config[key].as_str().or(config[key]["content"].as_str()).unwrap_or("<none>").to_owned();
         let tokenizer = std::fs::read_to_string(bare.path().join("tokenizer.json")).unwrap();
         let tokenizer = tokenizer.replace("\"<s>\"", &Value::from(name("bos_token")).to_string());

@@ -1,11 +1,15 @@
 //! Token ids against goldens of the reference tokenizers (goldens/text/make_tokens.py).
 
+mod fetched;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use overnight_engine::gguf::Gguf;
 use overnight_engine::text::{OutputRules, OutputText, Text};
 use serde::Deserialize;
+
+use fetched::fetched;
 
 #[derive(Deserialize)]
 struct Golden {
@@ -19,19 +23,8 @@ fn goldens(family: &str) -> Vec<Golden> {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// A file named by a variable; absent means that the caller's test has nothing to run on and says so.
-#[expect(clippy::disallowed_methods, reason = "a test takes fetched files from where its runner put them")]
-fn fetched(variable: &str, below: &str) -> Option<PathBuf> {
-    let path = std::env::var_os(variable).map(|folder| PathBuf::from(folder).join(below));
-    let found = path.filter(|path| path.exists());
-    if found.is_none() {
-        eprintln!("not run: set {variable} to where tests/fetch_tokenizers.sh put {below}");
-    }
-    found
-}
-
 fn from_folder(family: &str) -> Option<Arc<Text>> {
-    Some(Arc::new(Text::from_dir(&fetched("OVERNIGHT_TEST_TOKENIZERS", family)?).unwrap()))
+    Some(Arc::new(Text::from_dir(&fetched("tokenizers", "OVERNIGHT_TEST_TOKENIZERS", family)?).unwrap()))
 }
 
 #[track_caller]
@@ -67,7 +60,7 @@ fn llama3_ids_equal_the_reference() {
 
 #[test]
 fn gguf_vocabulary_gives_the_ids_of_the_tokenizer_file() {
-    let Some(path) = fetched("OVERNIGHT_TEST_GGUF", "") else { return };
+    let Some(path) = fetched("model", "OVERNIGHT_TEST_GGUF", "") else { return };
     let text = Arc::new(Text::from_gguf(&Gguf::open(&path).unwrap()).unwrap());
     assert_matches_goldens(&text, "gemma3");
     // Field report 42: without its BOS, Gemma's output is garbage.

@@ -107,19 +107,25 @@ impl Failure {
         Self::new(Exit::Failure, format!("could not {doing}: {}", overnight_types::chain(err)))
     }
 
-    /// Nothing more to say, only an exit code (the outcome was shown already).
-    pub(crate) fn silent(exit: Exit) -> Self {
-        Self { silent: true, ..Self::new(exit, "") }
+    /// People were shown the outcome already, so they get the exit code alone; under
+    /// `--json`, where nothing was shown, the message goes out as any other error does.
+    pub(crate) fn shown(exit: Exit, message: impl Into<String>) -> Self {
+        Self { silent: true, ..Self::new(exit, message) }
     }
 
     /// A reader that went away (`| head -1`): a quiet success.
     pub(crate) fn closed_pipe() -> Self {
-        Self::silent(Exit::Success)
+        Self::shown(Exit::Success, "")
     }
 
-    /// Whether this is only an exit code.
-    pub(crate) fn is_silent(&self) -> bool {
-        self.silent
+    /// Whether stderr stays as it is.
+    pub(crate) fn is_silent(&self, json: bool) -> bool {
+        self.silent && (self.exit == Exit::Success || !json)
+    }
+
+    /// Whether the server or we gave it this code.
+    pub(crate) fn has_code(&self, code: &str) -> bool {
+        self.said.code.as_deref() == Some(code)
     }
 
     /// A stable word for programs.

@@ -12,6 +12,7 @@ mod config;
 mod environment;
 mod error;
 mod host;
+mod interrupts;
 mod logging;
 mod models;
 mod output;
@@ -27,7 +28,8 @@ use clap::Parser;
 
 use crate::args::{Cli, Command, Globals};
 use crate::client::Client;
-use crate::error::Result;
+use crate::error::{Exit, Failure, Result};
+use crate::interrupts::Interrupts;
 use crate::output::Ui;
 
 /// What every command gets.
@@ -35,6 +37,7 @@ use crate::output::Ui;
 pub(crate) struct App {
     pub(crate) globals: Globals,
     pub(crate) ui: Ui,
+    pub(crate) interrupts: Interrupts,
 }
 
 impl App {
@@ -55,15 +58,25 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(err) => return usage::report(&err, &words),
     };
-    let app = App { ui: Ui::new(&cli.globals), globals: cli.globals };
+    let app = App { ui: Ui::new(&cli.globals), globals: cli.globals, interrupts: Interrupts::default() };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(err) => return finish(&app.ui, Err(err.into())),
     };
-    let ended = runtime.block_on(run(cli.command, &app));
+    let ended = runtime.block_on(run_or_interrupted(cli.command, &app));
     // A read of stdin that never ends must not keep the process.
     runtime.shutdown_background();
     finish(&app.ui, ended)
+}
+
+/// A command that waits for Ctrl-C by itself says its own words first; whatever else is
+/// under way by then (a download, say) ends here.
+async fn run_or_interrupted(command: Command, app: &App) -> Result {
+    tokio::select! {
+        biased;
+        ended = run(command, app) => ended,
+        () = app.interrupts.wait() => Err(Failure::new(Exit::Interrupted, "interrupted")),
+    }
 }
 
 async fn run(command: Command, app: &App) -> Result {
@@ -100,7 +113,7 @@ fn finish(ui: &Ui, ended: Result) -> ExitCode {
         Ok(()) => return ExitCode::SUCCESS,
         Err(failure) => failure,
     };
-    if !failure.is_silent() {
+    if !failure.is_silent(ui.is_json()) {
         let text = if ui.is_json() { failure.to_json() + "\n" } else { failure.to_text(ui.color_err) };
         // With stderr closed there is nobody to tell; the exit code still says it.
         let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());

@@ -19,9 +19,16 @@ const NOT_BUILT: &[(&str, &str)] = &[
     ("rerank", "generation is built; reranking is not"),
     ("kernels", "the engine runs on the CPU; there are no GPU kernels to build"),
     ("collect-env", "`batch doctor` and `batch version --json` show this machine and this binary"),
-    ("latency", "`batch bench throughput` measures the engine, `batch bench durable` the durable path"),
-    ("tune", "`batch bench throughput` shows the effect of --max-num-seqs and --max-num-batched-tokens"),
     ("vacuum", "`batch db backup` writes a compact copy"),
+];
+
+/// The same for `batch bench`.
+const BENCH_NOT_BUILT: &[(&str, &str)] = &[
+    ("latency", "`batch bench throughput` measures the engine, `batch bench durable` the durable path"),
+    ("serve", "`batch bench throughput` measures the engine without the server before it"),
+    ("batch", "`batch bench durable` measures a whole batch, from upload to published file"),
+    ("kernels", "the engine runs on the CPU; `batch bench throughput` measures it as a whole"),
+    ("tune", "`batch bench throughput` shows the effect of --max-num-seqs and --max-num-batched-tokens"),
 ];
 
 /// Flags of vLLM's that do not exist here: why, or what to use instead.
@@ -114,7 +121,7 @@ pub(crate) fn report(err: &clap::Error, words: &[OsString]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let json = words.iter().any(|word| word == "--json");
-    let failure = not_built(err).or_else(|| refused_flag(err));
+    let failure = not_built(err, words).or_else(|| refused_flag(err));
     match failure {
         Some(failure) => {
             let text = if json { failure.to_json() + "\n" } else { failure.to_text(false) };
@@ -140,9 +147,13 @@ fn context(err: &clap::Error, kind: ContextKind) -> Option<&str> {
     }
 }
 
-fn not_built(err: &clap::Error) -> Option<Failure> {
+fn not_built(err: &clap::Error, words: &[OsString]) -> Option<Failure> {
     let name = context(err, ContextKind::InvalidSubcommand)?;
-    let (name, instead) = NOT_BUILT.iter().find(|(known, _)| *known == name)?;
+    // `bench serve` is another thing than `serve`.
+    let of_bench = words.iter().any(|word| word == "bench");
+    let known = if of_bench { BENCH_NOT_BUILT } else { NOT_BUILT };
+    let (name, instead) = known.iter().find(|(known, _)| *known == name)?;
+    let name = if of_bench { format!("bench {name}") } else { (*name).to_owned() };
     Some(Failure::usage(format!("`{name}` is not built yet: {instead}")).code("not_built"))
 }
 

@@ -1,7 +1,8 @@
 //! Checking a file of requests before anything is sent, with the worker's own intake;
 //! showing what is wrong; setting bad lines aside.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
@@ -10,8 +11,8 @@ use overnight_worker::intake::{self, IntakeOptions, KnownModels, Source, Validat
 use serde_json::{Value, json};
 
 use crate::error::{Exit, Failure, Result};
-use crate::output::human;
 use crate::output::table::shorten;
+use crate::output::{escape, human};
 
 /// Lines that are searched for the first `url`.
 const LOOK_MAX: usize = 1_000;
@@ -22,30 +23,35 @@ const SHOWN_MAX: usize = 10;
 #[derive(Debug)]
 pub(crate) struct Input {
     pub(crate) path: PathBuf,
-    /// What people know it as.
+    /// What people know it as, fit for a terminal.
     pub(crate) label: String,
     spool: Option<tempfile::TempPath>,
 }
 
 impl Input {
-    /// Opens a path; `-` is stdin.
-    pub(crate) fn open(text: &str) -> Result<Self> {
-        if text == "-" {
+    /// Opens a path, whatever bytes it is made of; `-` is stdin. Reading stdin waits
+    /// without blocking, so that a signal is heard meanwhile.
+    pub(crate) async fn open(path: &OsStr) -> Result<Self> {
+        if path == "-" {
             let mut spool = tempfile::Builder::new().prefix("batch-stdin-").suffix(".jsonl").tempfile()?;
-            std::io::copy(&mut std::io::stdin().lock(), &mut spool)?;
+            let mut pieces = read_stdin();
+            while let Some(piece) = pieces.recv().await {
+                spool.write_all(&piece?)?;
+            }
             let spool = spool.into_temp_path();
             return Ok(Self { path: spool.to_path_buf(), label: "stdin".to_owned(), spool: Some(spool) });
         }
-        if let Some((scheme, _)) = text.split_once("://") {
+        if let Some((scheme, _)) = path.to_str().and_then(|text| text.split_once("://")) {
             return Err(Failure::usage(format!("{scheme}:// inputs are not built yet"))
                 .code("not_built")
                 .hint("copy the object to a file, or pipe it into `batch submit -`"));
         }
-        let path = PathBuf::from(text);
+        let path = PathBuf::from(path);
+        let label = escape(&path.to_string_lossy()).into_owned();
         match std::fs::metadata(&path) {
-            Ok(meta) if meta.is_file() => Ok(Self { path, label: text.to_owned(), spool: None }),
-            Ok(_) => Err(Failure::usage(format!("not a file: {text}"))),
-            Err(err) => Err(Failure::new(Exit::NotFound, format!("could not read {text}: {err}"))),
+            Ok(meta) if meta.is_file() => Ok(Self { path, label, spool: None }),
+            Ok(_) => Err(Failure::usage(format!("not a file: {label}"))),
+            Err(err) => Err(Failure::new(Exit::NotFound, format!("could not read {label}: {err}"))),
         }
     }
 
@@ -55,6 +61,32 @@ impl Input {
             if self.spool.is_some() { "stdin.jsonl".to_owned() } else { crate::commands::files::file_name(&self.path) };
         if name.ends_with(".jsonl") { name } else { format!("{name}.jsonl") }
     }
+}
+
+/// Pieces of stdin, read by a thread of its own: a read that never ends is left behind
+/// when nobody waits for it any more.
+fn read_stdin() -> tokio::sync::mpsc::Receiver<std::io::Result<Vec<u8>>> {
+    let (sender, receiver) = tokio::sync::mpsc::channel(4);
+    std::thread::spawn(move || {
+        let mut stdin = std::io::stdin().lock();
+        loop {
+            let mut piece = vec![0; 1 << 16];
+            let read = std::io::Read::read(&mut stdin, &mut piece);
+            let (sent, ends) = match read {
+                Ok(0) => return,
+                Ok(read) => {
+                    piece.truncate(read);
+                    (sender.blocking_send(Ok(piece)), false)
+                }
+                Err(err) if err.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(err) => (sender.blocking_send(Err(err)), true),
+            };
+            if ends || sent.is_err() {
+                return;
+            }
+        }
+    });
+    receiver
 }
 
 /// The endpoint asked for, else the `url` of the first line that has one.
@@ -127,8 +159,7 @@ pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize
             findings.counts.iter().map(|(code, count)| format!("{} {}", human::count(*count), code.as_str())).collect();
         failure = failure.note(format!("= {} problems: {}", human::count(findings.total), counts.join(", ")));
     }
-    let bad_lines =
-        report.findings.kept.iter().filter_map(|finding| finding.line).collect::<std::collections::BTreeSet<_>>();
+    let bad_lines = bad_lines(report);
     let others = report.requests.saturating_sub(bad_lines.len() as u64);
     if findings.total as usize <= findings.kept.len() && !bad_lines.is_empty() && others > 0 {
         return failure.hint(format!(
@@ -138,6 +169,11 @@ pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize
         ));
     }
     failure.hint(format!("run `batch validate {} --json` for all of them", input.label))
+}
+
+/// Physical lines that have a problem, as far as they were kept.
+pub(crate) fn bad_lines(report: &ValidationReport) -> BTreeSet<u64> {
+    report.findings.kept.iter().filter_map(|finding| finding.line).collect()
 }
 
 /// How many problems `batch submit` prints.

@@ -19,18 +19,46 @@ pub(crate) struct Target {
     /// `None` is stdout.
     path: Option<PathBuf>,
     resume: bool,
+    stdout: StdoutForm,
+}
+
+/// What stdout gets, when it is the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StdoutForm {
+    /// The bytes as they come.
+    Plain,
+    /// The bytes all at once, when they turned out to be good.
+    Held,
+    /// The lines as elements of one JSON array.
+    Array,
 }
 
 impl Target {
     /// `-` is stdout.
     pub(crate) fn new(path: &Path, resume: bool) -> Result<Self> {
         if path.as_os_str() != "-" {
-            return Ok(Self { path: Some(path.to_owned()), resume });
+            return Ok(Self { path: Some(path.to_owned()), resume, stdout: StdoutForm::Plain });
         }
         if resume {
             return Err(Failure::usage("--resume needs a file to go on with").hint("add -o PATH"));
         }
-        Ok(Self { path: None, resume })
+        Ok(Self { path: None, resume, stdout: StdoutForm::Plain })
+    }
+
+    /// Nothing reaches stdout before [`Sink::finish`]: a reader must not take the half
+    /// of something that is refused at its end.
+    pub(crate) fn held(self) -> Self {
+        Self { stdout: StdoutForm::Held, ..self }
+    }
+
+    /// The lines of stdout become one JSON array. Each must be a JSON value.
+    pub(crate) fn as_array(self) -> Self {
+        Self { stdout: StdoutForm::Array, ..self }
+    }
+
+    /// Whether the bytes reach stdout as they are.
+    fn is_plain_stdout(&self) -> bool {
+        self.is_stdout() && self.stdout == StdoutForm::Plain
     }
 
     /// Whether it is stdout.
@@ -55,6 +83,13 @@ pub(crate) struct Sink {
 #[derive(Debug)]
 enum Place {
     Stdout,
+    /// Copied to stdout at the end.
+    Held(File),
+    /// Elements written so far, and the line that is not whole yet.
+    Array {
+        count: u64,
+        rest: Vec<u8>,
+    },
     /// A device or pipe: nothing to rename.
     Direct(File),
     Partial {
@@ -70,7 +105,12 @@ impl Sink {
     pub(crate) fn open(target: &Target, fits: impl Fn(&Value) -> bool) -> Result<(Self, Option<Value>)> {
         let label = target.label();
         let Some(path) = &target.path else {
-            return Ok((Self { place: Place::Stdout, label, written: 0 }, None));
+            let place = match target.stdout {
+                StdoutForm::Plain => Place::Stdout,
+                StdoutForm::Held => Place::Held(tempfile::tempfile()?),
+                StdoutForm::Array => Place::Array { count: 0, rest: Vec::new() },
+            };
+            return Ok((Self { place, label, written: 0 }, None));
         };
         let fail =
             |err: std::io::Error| Failure::new(Exit::Failure, format!("could not write {}: {err}", path.display()));
@@ -114,7 +154,8 @@ impl Sink {
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result {
         let result = match &mut self.place {
             Place::Stdout => std::io::stdout().lock().write_all(bytes),
-            Place::Direct(file) | Place::Partial { file, .. } => file.write_all(bytes),
+            Place::Array { count, rest } => write_elements(count, rest, bytes),
+            Place::Held(file) | Place::Direct(file) | Place::Partial { file, .. } => file.write_all(bytes),
         };
         if let Err(err) = result {
             if err.kind() == std::io::ErrorKind::BrokenPipe {
@@ -143,6 +184,20 @@ impl Sink {
     pub(crate) fn finish(self) -> Result {
         match self.place {
             Place::Stdout => std::io::stdout().lock().flush()?,
+            Place::Held(mut file) => {
+                file.seek(SeekFrom::Start(0))?;
+                let mut stdout = std::io::stdout().lock();
+                std::io::copy(&mut file, &mut stdout)?;
+                stdout.flush()?;
+            }
+            Place::Array { mut count, mut rest } => {
+                // A last line without its end is an element too.
+                write_elements(&mut count, &mut rest, b"\n")?;
+                let end: &[u8] = if count == 0 { b"[]\n" } else { b"]\n" };
+                let mut stdout = std::io::stdout().lock();
+                stdout.write_all(end)?;
+                stdout.flush()?;
+            }
             Place::Direct(_) => {}
             Place::Partial { file, path, partial } => {
                 let fail = |err: std::io::Error| {
@@ -181,6 +236,21 @@ impl Sink {
     }
 }
 
+/// Writes the lines that are whole by now as elements of an array that stays open.
+fn write_elements(count: &mut u64, rest: &mut Vec<u8>, bytes: &[u8]) -> std::io::Result<()> {
+    rest.extend_from_slice(bytes);
+    let Some(end) = rest.iter().rposition(|&byte| byte == b'\n') else { return Ok(()) };
+    let after = rest.split_off(end + 1);
+    let whole = std::mem::replace(rest, after);
+    let mut stdout = std::io::stdout().lock();
+    for line in whole.split(|&byte| byte == b'\n').filter(|line| !line.trim_ascii().is_empty()) {
+        stdout.write_all(if *count == 0 { b"[" } else { b",\n" })?;
+        stdout.write_all(line)?;
+        *count += 1;
+    }
+    Ok(())
+}
+
 fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
@@ -196,7 +266,7 @@ pub(crate) async fn file(client: &Client, ui: &Ui, object: &Value, target: Targe
     let id = plain(&object["id"]);
     let (mut sink, notes) = Sink::open(&target, |notes| notes["file_id"] == id.as_str())?;
     let mut hash = Sha256::new();
-    let to_stdout_terminal = target.is_stdout() && ui.stdout_is_terminal;
+    let to_stdout_terminal = target.is_plain_stdout() && ui.stdout_is_terminal;
     if notes.is_some() {
         sink.hash_written(&mut hash)?;
         ui.say(format!("going on after {}", human::bytes(sink.written())));

@@ -7,8 +7,9 @@ use serde_json::Value;
 use tokio::time::Instant;
 
 use super::Client;
+use crate::App;
 use crate::error::{Exit, Failure, Result};
-use crate::output::{Ui, human};
+use crate::output::human;
 use crate::progress::{Counts, Display, Rate, line, short_id};
 
 /// Longest pause between looks.
@@ -30,21 +31,23 @@ pub(crate) fn is_terminal(status: &str) -> bool {
 
 /// Waits until the batch has ended and returns it as it is then.
 /// Ctrl-C and the time limit end the waiting, never the batch.
-pub(crate) async fn until_ended(client: &Client, ui: &Ui, id: &str, waiting: Waiting) -> Result<Value> {
-    let mut display = Display::new(ui);
-    let watching = watch(client, ui, id, waiting, &mut display);
+pub(crate) async fn until_ended(client: &Client, app: &App, id: &str, waiting: Waiting) -> Result<Value> {
+    app.interrupts.listen()?;
+    let mut display = Display::new(&app.ui);
+    let watching = watch(client, id, waiting, &mut display);
     let ended = tokio::select! {
-        batch = watching => batch,
-        _ = tokio::signal::ctrl_c() => Err(Failure::silent(Exit::Interrupted)),
+        batch = watching => Some(batch),
+        () = app.interrupts.wait() => None,
     };
     display.clear();
-    match &ended {
-        Err(failure) if failure.exit == Exit::Interrupted => {
-            ui.summary(format!("still running on the server; \"batch status {}\" to look again", lookup_id(id)));
-        }
-        _ => {}
-    }
-    ended
+    ended.unwrap_or_else(|| Err(interrupted(app, id)))
+}
+
+/// Says that Ctrl-C ended the waiting and not the batch.
+pub(crate) fn interrupted(app: &App, id: &str) -> Failure {
+    let text = format!("still running on the server; \"batch status {}\" to look again", lookup_id(id));
+    app.ui.summary(&text);
+    Failure::shown(Exit::Interrupted, text)
 }
 
 /// A prefix that finds the batch again.
@@ -52,7 +55,7 @@ pub(crate) fn lookup_id(id: &str) -> String {
     short_id(id).trim_end_matches('…').to_owned()
 }
 
-async fn watch(client: &Client, ui: &Ui, id: &str, waiting: Waiting, display: &mut Display) -> Result<Value> {
+async fn watch(client: &Client, id: &str, waiting: Waiting, display: &mut Display) -> Result<Value> {
     let start = Instant::now();
     let mut rate = Rate::default();
     let mut pause = Duration::from_millis(100).min(waiting.interval);
@@ -84,12 +87,9 @@ async fn watch(client: &Client, ui: &Ui, id: &str, waiting: Waiting, display: &m
             && start.elapsed() + pause > limit
         {
             tokio::time::sleep(limit.saturating_sub(start.elapsed())).await;
-            display.clear();
-            ui.say(format!("the batch goes on; \"batch status {}\" to look again", lookup_id(id)));
-            return Err(Failure::new(
-                Exit::TimedOut,
-                format!("{} did not end within {}", short_id(id), human::duration(limit)),
-            ));
+            let text = format!("{} did not end within {}", short_id(id), human::duration(limit));
+            return Err(Failure::new(Exit::TimedOut, text)
+                .hint(format!("the batch goes on; `batch status {}` to look again", lookup_id(id))));
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 3 / 2).min(waiting.interval);
@@ -111,7 +111,7 @@ pub(crate) fn exit_of(batch: &Value) -> Exit {
 pub(crate) fn finish_with(batch: &Value) -> Result {
     match exit_of(batch) {
         Exit::Success => Ok(()),
-        exit => Err(Failure::silent(exit)),
+        exit => Err(Failure::shown(exit, crate::batches::summary(batch))),
     }
 }
 

@@ -17,5 +17,9 @@ pub(crate) struct CompletionsArgs {
 pub(crate) fn run(args: CompletionsArgs, app: &App) -> Result {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "batch", &mut script);
+    let record = serde_json::json!({"shell": args.shell.to_string(), "script": String::from_utf8_lossy(&script)});
+    if app.ui.json_record(&record)? {
+        return Ok(());
+    }
     app.ui.bytes(&script)
 }

@@ -114,6 +114,7 @@ fn set(key: &str, value: &str, app: &App) -> Result {
     };
     let mut document: toml_edit::DocumentMut =
         text.parse().map_err(|err| Failure::usage(format!("{} is not valid TOML: {err}", path.display())))?;
+    let value_text = value;
     let value: toml_edit::Value = value.parse().unwrap_or_else(|_| toml_edit::Value::from(value));
     let (section, name) = match key.split_once('.') {
         Some((section, name)) => {
@@ -143,5 +144,6 @@ fn set(key: &str, value: &str, app: &App) -> Result {
     std::io::Write::write_all(&mut file, fresh.as_bytes())?;
     file.persist(&path).map_err(|err| Failure::from(err.error))?;
     app.ui.say(format!("{key} is set in {}", path.display()));
-    Ok(())
+    let record = json!({"key": key, "value": value_text, "origin": path.display().to_string()});
+    app.ui.json_record(&record).map(drop)
 }

@@ -1,6 +1,6 @@
 //! `batch db`: migrate, check and back up the database.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use overnight_store::Store;
@@ -86,13 +86,19 @@ fn there(config: &Config) -> Result {
 async fn check(config: &Config, app: &App) -> Result {
     there(config)?;
     let path = config.database_path();
-    let state =
-        schema_state(&path).await.map_err(|err| Failure::from_error(&format!("read {}", path.display()), &err))?;
+    let unreadable = |err: overnight_store::Error| {
+        Failure::from_error(&format!("read {}", path.display()), &err).hint(safe_step(&config.data_dir()))
+    };
+    let state = schema_state(&path).await.map_err(unreadable)?;
     let mut findings = Vec::new();
     let mut bytes = None;
     if state.is_current() {
-        let store = service::open_store(config, false).await?;
-        findings = store.check().await.map_err(|err| Failure::from_error("check the database", &err))?;
+        let store =
+            service::open_store(config, false).await.map_err(|failure| failure.hint(safe_step(&config.data_dir())))?;
+        let damaged = |err: overnight_store::Error| {
+            Failure::from_error(&format!("check {}", path.display()), &err).hint(safe_step(&config.data_dir()))
+        };
+        findings = store.check().await.map_err(damaged)?;
         bytes = store.size_bytes().await.ok();
         store.close().await;
     } else {
@@ -114,7 +120,19 @@ async fn check(config: &Config, app: &App) -> Result {
     for finding in findings.iter().skip(1) {
         failure = failure.note(format!("= {finding}"));
     }
-    Err(failure.hint("keep a copy of the file before anything else; published files are objects and are not touched"))
+    if !state.is_current() {
+        return Err(failure);
+    }
+    Err(failure.hint(safe_step(&config.data_dir())))
+}
+
+/// The one thing that cannot make damage worse, and what comes after it.
+fn safe_step(data_dir: &Path) -> String {
+    let folder = data_dir.display();
+    format!(
+        "stop the server and keep what is there before anything else: `cp -a {folder} {folder}.kept`; then restore the \
+         last `batch db backup`, see docs/operations.md; published files are objects and are not touched"
+    )
 }
 
 fn answer(app: &App, record: Value, text: &str) -> Result {

@@ -13,6 +13,7 @@ use overnight_store_sqlite::schema_state;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
+use crate::client::Client;
 use crate::config::{Config, EngineKind, Loaded};
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
@@ -34,6 +35,9 @@ pub(crate) struct DoctorArgs {
     /// Load this model and generate one token [default: engine.model, when set]
     #[arg(long)]
     model: Option<String>,
+    /// Ask this running server too: whether it answers, with this key, and whether it is ready
+    #[arg(long, value_name = "URL")]
+    live: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -89,7 +93,7 @@ pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
             checks.push(Check::pass("configuration", "valid"));
             let mut config = loaded.config;
             if args.model.is_some() {
-                config.engine.source.model = args.model;
+                config.engine.source.model = args.model.clone();
             }
             checks.push(database(&config).await);
             checks.push(disk(&config));
@@ -104,9 +108,14 @@ pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
             "correct it; `batch config path` lists the files",
         )),
     }
+    if let Some(url) = &args.live {
+        checks.push(live(url, app).await);
+    }
     show(&checks, app)?;
     if checks.iter().any(|check| check.verdict == Verdict::Fail) {
-        return Err(Failure::silent(Exit::Failure));
+        let failed: Vec<&str> =
+            checks.iter().filter(|check| check.verdict == Verdict::Fail).map(|check| check.name).collect();
+        return Err(Failure::shown(Exit::Failure, format!("failed: {}", failed.join(", "))));
     }
     Ok(())
 }
@@ -131,6 +140,33 @@ fn show(checks: &[Check], app: &App) -> Result {
         .map(|check| json!({"id": check.name, "result": check.verdict.word(), "found": check.found, "remedy": check.remedy}))
         .collect();
     app.ui.rows(&rows, COLUMNS)
+}
+
+/// Whether a running server answers, takes our key and has its model loaded.
+async fn live(url: &str, app: &App) -> Check {
+    let name = "live server";
+    let globals = crate::args::Globals { server: Some(url.to_owned()), ..app.globals.clone() };
+    let client = match Client::new(&globals) {
+        Ok(client) => client,
+        Err(failure) => return Check::fail(name, failure.message(), "give --live as http://HOST:PORT"),
+    };
+    let key = client.get("/v1/models", &[]).await;
+    let health = client.get("/health", &[]).await;
+    match (key, health) {
+        (Err(failure), _) if failure.exit == Exit::Unreachable => {
+            Check::fail(name, failure.message(), "start it with `batch serve --model M`, or correct the address")
+        }
+        (Err(failure), _) => Check::fail(name, failure.message(), "give its key with --api-key-file or BATCH_API_KEY"),
+        (Ok(_), Err(failure)) => {
+            let remedy = "it answers and its engine does not: its log says why; while it loads, wait";
+            Check::warn(name, failure.message(), remedy)
+        }
+        (Ok(models), Ok(_)) => {
+            let models = models["data"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let names: Vec<String> = models.iter().map(|model| plain(&model["id"])).collect();
+            Check::pass(name, format!("{} is ready, models: {}", client.base(), names.join(", ")))
+        }
+    }
 }
 
 /// Whether `batch` on PATH is this one; another program of that name ships with `at`.

@@ -101,7 +101,13 @@ pub(crate) async fn run(args: FilesArgs, app: &App) -> Result {
         FilesCommand::Get { id, output_file, resume } => {
             let object = client.get(&format!("/v1/files/{}", checked(&id)?), &[]).await?;
             let target = Target::new(&output_file, resume)?;
-            download::file(&client, &app.ui, &object, target).await
+            if app.ui.is_json() && target.is_stdout() {
+                return Err(Failure::usage("--json and the bytes of a file do not share stdout").hint("add -o PATH"));
+            }
+            download::file(&client, &app.ui, &object, target).await?;
+            let mut record = object;
+            record["output"] = Value::from(output_file.to_string_lossy());
+            app.ui.json_record(&record).map(drop)
         }
         FilesCommand::Rm { id } => {
             let id = checked(&id)?;

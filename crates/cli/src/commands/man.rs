@@ -23,5 +23,5 @@ pub(crate) fn run(args: ManArgs, app: &App) -> Result {
         args.dir.display(),
         args.dir.display()
     ));
-    Ok(())
+    app.ui.json_record(&serde_json::json!({"folder": args.dir.display().to_string()})).map(drop)
 }

@@ -77,11 +77,13 @@ pub(crate) async fn run(args: ModelsArgs, app: &App) -> Result {
             })
         }
         ModelsCommand::Pull { name } => {
+            app.interrupts.listen()?;
             let (model, was_here) = tokio::select! {
                 pulled = pull::pull(config, &app.ui, &name) => pulled?,
-                _ = tokio::signal::ctrl_c() => {
-                    app.ui.summary("stopped; the same command goes on where it was");
-                    return Err(Failure::silent(Exit::Interrupted));
+                () = app.interrupts.wait() => {
+                    let text = "stopped; the same command goes on where it was";
+                    app.ui.summary(text);
+                    return Err(Failure::shown(Exit::Interrupted, text));
                 }
             };
             let path = models::find(config, &name)?.path;
@@ -110,7 +112,8 @@ pub(crate) async fn run(args: ModelsArgs, app: &App) -> Result {
             app.ui.confirm(&format!("remove {}", folder.display()))?;
             std::fs::remove_dir_all(&folder)?;
             app.ui.say(format!("removed {name}"));
-            Ok(())
+            let record = json!({"id": name, "state": "removed", "path": folder.display().to_string()});
+            app.ui.json_record(&record).map(drop)
         }
     }
 }

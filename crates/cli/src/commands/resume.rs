@@ -48,7 +48,7 @@ pub(crate) async fn run(args: ResumeArgs, app: &App) -> Result {
     app.ui.summary(plan);
     if args.wait || args.watch {
         let waiting = Waiting { interval: wait::INTERVAL, timeout: app.globals.timeout };
-        let batch = wait::until_ended(&client, &app.ui, &id, waiting).await?;
+        let batch = wait::until_ended(&client, app, &id, waiting).await?;
         app.ui.summary(batches::summary(&batch));
         app.ui.record(&batch, batches::COLUMNS, || batches::card(&batch))?;
         return wait::finish_with(&batch);

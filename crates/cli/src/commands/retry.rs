@@ -53,11 +53,6 @@ pub(crate) async fn run(args: RetryArgs, app: &App) -> Result {
             .code("batch_busy")
             .hint(format!("batch status {} --wait, then retry", wait::lookup_id(&id))));
     }
-    let chosen = describe(&args, &before);
-    if args.dry_run {
-        app.ui.summary(format!("would run: {chosen}; nothing was changed"));
-        return app.ui.record(&before, batches::COLUMNS, || batches::card(&before));
-    }
     let mut outcomes = Vec::new();
     if args.failed {
         outcomes.push("errored");
@@ -68,33 +63,61 @@ pub(crate) async fn run(args: RetryArgs, app: &App) -> Result {
     let mut body = json!({
         "outcomes": outcomes, "error_codes": args.error_code, "custom_ids": args.ids, "new_batch": args.new_batch,
     });
+    let path = format!("/v1/batches/{id}/retry");
+    let mut question = body.clone();
+    question["dry_run"] = Value::Bool(true);
+    // The server chooses, so only it can say how many; it also names an id that it does not know.
+    let plan = client.post(&path, &question, None).await?;
+    let num = human::count(plan["will_run"].as_u64().unwrap_or(0));
+    if args.dry_run {
+        app.ui.summary(format!("{num} would run: {}; nothing was changed", chosen(&args)));
+        let mut record = before.clone();
+        record["will_run"] = plan["will_run"].clone();
+        return app.ui.record(&record, batches::COLUMNS, || batches::card(&before));
+    }
     if let Some(window) = &args.window {
         body["completion_window"] = Value::from(window.as_str());
     }
-    let batch = client.post(&format!("/v1/batches/{id}/retry"), &body, None).await?;
+    let batch = client.post(&path, &body, None).await?;
     let new_id = plain(&batch["id"]);
     if new_id != id {
         state::remember(client.base(), &new_id);
     }
-    app.ui.summary(format!("will run: {chosen}"));
+    app.ui.summary(format!("{num} will run: {}", chosen(&args)));
     app.ui.record(&batch, batches::COLUMNS, || batches::card(&batch))?;
     app.ui.say(format!("next: batch status {} --watch", wait::lookup_id(&new_id)));
     Ok(())
 }
 
-/// What the choice comes to, with the counts that are known beforehand.
-fn describe(args: &RetryArgs, batch: &Value) -> String {
-    let outcome = |key: &str| human::count(batch["outcome_counts"][key].as_u64().unwrap_or(0));
-    let mut parts = Vec::new();
-    if args.failed {
-        parts.push(format!("{} failed", outcome("errored")));
-    }
-    if args.expired {
-        parts.push(format!("{} expired", outcome("expired")));
+/// The choice in words: requests that meet every condition.
+fn chosen(args: &RetryArgs) -> String {
+    let outcome = match (args.failed, args.expired) {
+        (true, true) => "failed or expired",
+        (true, false) => "failed",
+        (false, true) => "expired",
+        (false, false) => "did not complete",
+    };
+    let mut text = format!("requests that {outcome}");
+    if !args.error_code.is_empty() {
+        text.push_str(&format!(" and ended with {}", args.error_code.join(" or ")));
     }
     if !args.ids.is_empty() {
-        parts.push(format!("{} chosen by id", human::count(args.ids.len() as u64)));
+        text.push_str(&format!(" and are among the {} named", human::count(args.ids.len() as u64)));
     }
-    parts.extend(args.error_code.iter().map(|code| format!("those that ended with {code}")));
-    parts.join(", ")
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    #[test]
+    fn several_conditions_are_told_as_and() {
+        let words = ["batch", "retry", "last", "--failed", "--error-code", "too_odd", "--ids", "a,b"];
+        let Command::Retry(args) = Cli::parse_from(words).command else { panic!("retry is retry") };
+        assert_eq!(chosen(&args), "requests that failed and ended with too_odd and are among the 2 named");
+    }
 }

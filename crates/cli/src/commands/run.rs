@@ -3,6 +3,7 @@
 //! A run is known by the sha256 of its input, endpoint, model, overrides and output
 //! path: the same command again goes on where it was, and repeats no finished request.
 
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -43,11 +44,11 @@ const PIECE: usize = 1 << 20;
 pub(crate) struct RunArgs {
     /// A file of requests; - is stdin
     #[arg(value_name = "IN", required_unless_present = "input_file")]
-    input: Option<String>,
+    input: Option<OsString>,
     /// The same, as `vllm run-batch` spells it
     #[arg(short = 'i', long, value_name = "IN", conflicts_with = "input")]
-    input_file: Option<String>,
-    /// Where the answers go; failed lines go beside it, to OUT with .errors.jsonl
+    input_file: Option<OsString>,
+    /// Where the answers go, - is stdout; failed lines go beside it, to OUT with .errors.jsonl
     #[arg(short = 'o', long, value_name = "OUT")]
     output_file: PathBuf,
     /// What the lines are for [default: the url of the first line]
@@ -70,31 +71,68 @@ struct RunRecord {
     output: PathBuf,
 }
 
+/// What is known once the input is good and the run is recorded.
+struct Begun {
+    place: Place,
+    job: Job,
+    /// Where lines without an answer go.
+    errors: PathBuf,
+}
+
 pub(crate) async fn run(args: RunArgs, app: &App) -> Result {
+    if app.ui.is_json() && args.output_file.as_os_str() == "-" {
+        return Err(Failure::usage("--json and the answers do not share stdout").hint("write them with -o PATH"));
+    }
     let mut stops = Stops::listen()?;
     let mut settings = args.engine.settings();
     if app.globals.verbose == 0 {
         // The log of a run is for whoever asks for it; progress and summary say the rest.
-        settings.insert(0, crate::config::Setting::flag("batch run", "log.filter", "warn"));
+        // Under --json stderr holds an error object or nothing.
+        let filter = if app.ui.is_json() { "off" } else { "warn" };
+        settings.insert(0, crate::config::Setting::flag("batch run", "log.filter", filter));
     }
     let config = Loaded::read(&app.globals, settings)?.config;
     logging::start(&config.log)?;
-    let text = args.input.as_deref().or(args.input_file.as_deref()).unwrap_or("-");
-    let input = cleaned(Input::open(text)?, &args, app).await?;
-    let endpoint = validation::endpoint(&input, args.endpoint)?;
-    let place = Place::open(&config, DataDirUse::Exclusive).await?;
-    let identity = identity(&input, endpoint, &args, &config)?;
-    let mut job = find_or_create(&place, &input, endpoint, &identity, &args.output_file, &app.ui).await?;
-    if args.retry_failed || matches!(job.state, JobState::Expired | JobState::Cancelled) {
-        job = reopen(&place, job, &app.ui).await?;
-    }
+    engine::check_seed(&config)?;
+    let Begun { place, mut job, errors } = tokio::select! {
+        begun = begin(&args, &config, app) => begun?,
+        _ = stops.next() => return Err(interrupted(app, "stopped before the first request; the same command starts it")),
+    };
     if !job.state.is_terminal() {
         engine::check(&config)?;
         job = work(&config, &place, job.id, app, &mut stops).await?;
     }
-    let ended = publish(&place.blobs, &place, &job, &args.output_file, app).await;
+    let ended = tokio::select! {
+        ended = publish(&place.blobs, &place, &job, &args.output_file, &errors, app) => ended,
+        _ = stops.next() => Err(interrupted(app, "stopped while writing the answers; the same command writes them")),
+    };
     place.store.close().await;
     ended
+}
+
+fn interrupted(app: &App, text: &str) -> Failure {
+    app.ui.summary(text);
+    Failure::shown(Exit::Interrupted, text)
+}
+
+/// Reads and checks the input, opens the data folder and finds or records the job.
+/// Dropped in the middle it leaves nothing that the same command would trip over.
+async fn begin(args: &RunArgs, config: &crate::config::Config, app: &App) -> Result<Begun> {
+    let path = args.input.as_deref().or(args.input_file.as_deref()).unwrap_or(OsStr::new("-"));
+    let input = cleaned(Input::open(path).await?, args, app).await?;
+    let endpoint = validation::endpoint(&input, args.endpoint)?;
+    let place = Place::open(config, DataDirUse::Exclusive).await?;
+    let identity = identity(&input, endpoint, args, config).await?;
+    let mut job = find_or_create(&place, &input, endpoint, &identity, &args.output_file, &app.ui).await?;
+    if args.retry_failed || matches!(job.state, JobState::Expired | JobState::Cancelled) {
+        job = reopen(&place, job, &app.ui).await?;
+    }
+    let errors = match args.output_file.as_os_str() == "-" {
+        // Beside nothing: named after the input, in the current folder.
+        true => errors_beside(Path::new(Path::new(&input.label).file_name().unwrap_or(OsStr::new("run")))),
+        false => errors_beside(&args.output_file),
+    };
+    Ok(Begun { place, job, errors })
 }
 
 async fn cleaned(input: Input, args: &RunArgs, app: &App) -> Result<Input> {
@@ -107,7 +145,8 @@ async fn cleaned(input: Input, args: &RunArgs, app: &App) -> Result<Input> {
     if args.on_invalid == OnInvalid::Fail {
         return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
     }
-    let cleaned = validation::without_invalid(&input, &report)?;
+    let cutting = tokio::task::spawn_blocking(move || validation::without_invalid(&input, &report)).await;
+    let cleaned = cutting.map_err(|err| Failure::from_error("set the invalid lines aside", &err))??;
     app.ui.summary(format!(
         "{} lines are not valid and are in {} with their reasons",
         human::count(cleaned.num_aside),
@@ -116,10 +155,14 @@ async fn cleaned(input: Input, args: &RunArgs, app: &App) -> Result<Input> {
     Ok(cleaned.input)
 }
 
-fn identity(input: &Input, endpoint: Endpoint, args: &RunArgs, config: &crate::config::Config) -> Result<String> {
-    let mut file = std::fs::File::open(&input.path)?;
-    let mut hash = Sha256::new();
-    std::io::copy(&mut file, &mut hash)?;
+async fn identity(input: &Input, endpoint: Endpoint, args: &RunArgs, config: &crate::config::Config) -> Result<String> {
+    let path = input.path.clone();
+    let hashing = tokio::task::spawn_blocking(move || -> std::io::Result<Sha256> {
+        let mut hash = Sha256::new();
+        std::io::copy(&mut std::fs::File::open(&path)?, &mut hash)?;
+        Ok(hash)
+    });
+    let hash = hashing.await.map_err(|err| Failure::from_error("hash the input", &err))??;
     let output = std::path::absolute(&args.output_file)?;
     let whole = json!({
         "input": hex(&hash.finalize()), "endpoint": endpoint.as_str(), "model": config.engine.source.model,
@@ -279,7 +322,8 @@ async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &A
                 human::count(counts.total)
             ));
             place.store.close().await;
-            Err(if failure.exit == Exit::Interrupted { Failure::silent(Exit::Interrupted) } else { failure })
+            let interrupted = || Failure::shown(Exit::Interrupted, "interrupted; the same command goes on");
+            Err(if failure.exit == Exit::Interrupted { interrupted() } else { failure })
         }
     }
 }
@@ -323,7 +367,7 @@ async fn until_ended(place: &Place, id: JobId, display: &mut Display, timeout: O
 }
 
 /// Copies the published files to where they were asked for.
-async fn publish(blobs: &Blobs, place: &Place, job: &Job, output: &Path, app: &App) -> Result {
+async fn publish(blobs: &Blobs, place: &Place, job: &Job, output: &Path, errors: &Path, app: &App) -> Result {
     if job.state == JobState::Failed {
         let errors: Value =
             job.errors.as_deref().and_then(|text| serde_json::from_str(text).ok()).unwrap_or(Value::Null);
@@ -335,24 +379,20 @@ async fn publish(blobs: &Blobs, place: &Place, job: &Job, output: &Path, app: &A
         return Err(failure);
     }
     let counts = counts_of(place, job).await?;
-    let errors = errors_beside(output);
     copy(blobs, place, job.output_file_id, output).await?;
     let without_answer = counts.total - counts.completed;
-    if output.as_os_str() == "-" {
-        if without_answer > 0 {
-            copy(blobs, place, job.error_file_id, Path::new("stdin.errors.jsonl")).await?;
-        }
-    } else if without_answer > 0 {
-        copy(blobs, place, job.error_file_id, &errors).await?;
-    } else if errors.is_file() {
+    if without_answer > 0 {
+        copy(blobs, place, job.error_file_id, errors).await?;
+    } else if errors.is_file() && output.as_os_str() != "-" {
         // Those of an earlier round of this run, all of which have an answer now.
-        std::fs::remove_file(&errors)?;
+        std::fs::remove_file(errors)?;
     }
-    let mut text = format!("{} answers in {}", human::count(counts.completed), output.display());
+    let place = if output.as_os_str() == "-" { "stdout".to_owned() } else { output.display().to_string() };
+    let mut text = format!("{} answers in {place}", human::count(counts.completed));
     if without_answer > 0 {
         text.push_str(&format!(" · {} without an answer in {}", human::count(without_answer), errors.display()));
     }
-    app.ui.summary(text);
+    app.ui.summary(&text);
     if app.ui.is_json() {
         let record = json!({"id": job.id, "status": job.state.as_str(), "output": output.to_string_lossy(),
             "errors": (without_answer > 0).then(|| errors.to_string_lossy().into_owned()),
@@ -361,8 +401,8 @@ async fn publish(blobs: &Blobs, place: &Place, job: &Job, output: &Path, app: &A
     }
     match job.state {
         JobState::Completed if counts.failed == 0 => Ok(()),
-        JobState::Completed => Err(Failure::silent(Exit::RequestsFailed)),
-        _ => Err(Failure::silent(Exit::JobFailed)),
+        JobState::Completed => Err(Failure::shown(Exit::RequestsFailed, text)),
+        _ => Err(Failure::shown(Exit::JobFailed, text)),
     }
 }
 

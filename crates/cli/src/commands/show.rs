@@ -10,18 +10,15 @@ use crate::output::table::Column;
 use crate::output::{Field, escape, human, plain};
 use crate::progress::short_id;
 
-/// Blank lines make line and index differ; this many looks close any gap met in practice.
-const LOOKS_MAX: u32 = 32;
-
 /// Arguments of `batch show`.
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
     /// A batch
     id: String,
-    /// A custom id; with --line a line number of the input file
+    /// A custom id, else a line number of the input file
     #[arg(value_name = "ITEM")]
     item: String,
-    /// ITEM is a physical line number, counted from 1
+    /// ITEM is a physical line number, counted from 1, even where a custom id says the same
     #[arg(long)]
     line: bool,
 }
@@ -38,56 +35,56 @@ const COLUMNS: &[Field] = &[
 pub(crate) async fn run(args: ShowArgs, app: &App) -> Result {
     let client = app.client()?;
     let id = ids::resolve(&client, &args.id).await?;
-    let index = if args.line {
-        by_line(&client, &id, &args.item).await?
-    } else {
-        by_custom_id(&client, &id, &args.item).await?
+    let index = match by_custom_id(&client, &id, &args).await? {
+        Some(index) => index,
+        None => by_line(&client, &id, &args).await?,
     };
     let item = client.get(&format!("/v1/batches/{id}/items/{index}"), &[]).await?;
     app.ui.record(&item, COLUMNS, || card(&item))
 }
 
-async fn by_custom_id(client: &Client, id: &str, custom_id: &str) -> Result<u64> {
-    let query = [("custom_id", custom_id.to_owned()), ("limit", "1".to_owned())];
+async fn by_custom_id(client: &Client, id: &str, args: &ShowArgs) -> Result<Option<u64>> {
+    if args.line {
+        return Ok(None);
+    }
+    let query = [("custom_id", args.item.clone()), ("limit", "1".to_owned())];
     let page = client.get(&format!("/v1/batches/{id}/items"), &query).await?;
-    page["data"][0]["index"].as_u64().ok_or_else(|| {
-        let missing = format!("no request of {} has the custom id {custom_id:?}", short_id(id));
-        let failure = Failure::new(Exit::NotFound, missing);
-        match custom_id.parse::<u64>() {
-            Ok(_) => failure.hint(format!("to show line {custom_id} of the input: add --line")),
-            Err(_) => failure,
-        }
-    })
+    Ok(page["data"][0]["index"].as_u64())
 }
 
-async fn by_line(client: &Client, id: &str, line: &str) -> Result<u64> {
-    let wanted = human::parse_count(line)
-        .ok()
-        .filter(|&line| line > 0)
-        .ok_or_else(|| Failure::usage(format!("not a line number: {line}")))?;
-    let no_item = || Failure::new(Exit::NotFound, format!("line {wanted} of {} holds no request", short_id(id)));
-    let mut index = wanted - 1;
-    for _ in 0..LOOKS_MAX {
-        let query = [("limit", "1".to_owned()), ("after", index.saturating_sub(1).to_string())];
-        let query = if index == 0 { &query[..1] } else { &query[..] };
-        let page = client.get(&format!("/v1/batches/{id}/items"), query).await?;
-        let Some(item) = page["data"].get(0) else {
-            // Past the end: blank lines came before; look nearer to the start.
-            if index == 0 {
-                return Err(no_item());
-            }
-            index /= 2;
-            continue;
-        };
-        let (found, at) = (item["index"].as_u64().unwrap_or(0), item["line"].as_u64().unwrap_or(0));
-        match at.cmp(&wanted) {
-            std::cmp::Ordering::Equal => return Ok(found),
-            std::cmp::Ordering::Greater if found == 0 || found < at - wanted => return Err(no_item()),
-            std::cmp::Ordering::Greater => index = found - (at - wanted),
-            std::cmp::Ordering::Less => index = found + 1,
+/// Index and line rise together, the line never below index + 1, so the item of a line
+/// is found by bisection, whatever blank lines lie before it.
+async fn by_line(client: &Client, id: &str, args: &ShowArgs) -> Result<u64> {
+    let Some(wanted) = human::parse_count(&args.item).ok().filter(|&line| line > 0) else {
+        if args.line {
+            return Err(Failure::usage(format!("not a line number: {}", args.item)));
         }
+        let missing = format!("no request of {} has the custom id {:?}", short_id(id), args.item);
+        return Err(Failure::new(Exit::NotFound, missing));
+    };
+    let batch = client.get(&format!("/v1/batches/{id}"), &[]).await?;
+    let total = batch["request_counts"]["total"].as_u64().unwrap_or(0);
+    let (mut low, mut high) = (0, total.min(wanted));
+    // Without blank lines the first look finds it.
+    let mut look = high.saturating_sub(1);
+    while low < high {
+        let page = client.get(&format!("/v1/batches/{id}/items"), &at_index(look)).await?;
+        match page["data"][0]["line"].as_u64().map(|line| line.cmp(&wanted)) {
+            Some(std::cmp::Ordering::Equal) => return Ok(look),
+            Some(std::cmp::Ordering::Less) => low = look + 1,
+            Some(std::cmp::Ordering::Greater) | None => high = look,
+        }
+        look = low + (high - low) / 2;
     }
-    Err(no_item())
+    let or_id = if args.line { "" } else { ", nor has one this custom id" };
+    Err(Failure::new(Exit::NotFound, format!("line {wanted} of {} holds no request{or_id}", short_id(id))))
+}
+
+/// The page that holds this one item.
+fn at_index(index: u64) -> Vec<(&'static str, String)> {
+    let mut query = vec![("limit", "1".to_owned())];
+    query.extend(index.checked_sub(1).map(|before| ("after", before.to_string())));
+    query
 }
 
 fn card(item: &Value) -> String {
@@ -120,6 +117,11 @@ fn card(item: &Value) -> String {
                 text.push_str(&format!("  {}\n", escape(row)));
             }
         }
+    }
+    for tried in item["failed_attempts"].as_array().into_iter().flatten() {
+        let status = tried["http_status"].as_u64().map_or(String::new(), |status| format!(" ({status})"));
+        let words = format!("{}{status}: {}", plain(&tried["code"]), plain(&tried["message"]));
+        text.push_str(&format!("try {} failed: {}\n", plain(&tried["number"]), escape(&words)));
     }
     for attempt in item["attempt_log"].as_array().into_iter().flatten() {
         text.push_str(&format!("attempt: {}\n", escape(&attempt.to_string())));

@@ -55,7 +55,7 @@ async fn one(id: &str, args: &StatusArgs, app: &App, client: &crate::client::Cli
     let waits = args.wait || args.watch.is_some();
     if waits {
         let interval = args.watch.unwrap_or(wait::INTERVAL).max(Duration::from_millis(50));
-        batch = wait::until_ended(client, &app.ui, id, Waiting { interval, timeout: app.globals.timeout }).await?;
+        batch = wait::until_ended(client, app, id, Waiting { interval, timeout: app.globals.timeout }).await?;
         app.ui.summary(batches::summary(&batch));
     }
     app.ui.record(&batch, batches::COLUMNS, || batches::card(&batch))?;

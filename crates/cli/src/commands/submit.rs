@@ -1,15 +1,18 @@
 //! `batch submit`: check, upload, create, and wait if asked.
 
-use std::path::PathBuf;
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use overnight_types::Endpoint;
 use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 use crate::App;
 use crate::batches;
 use crate::client::Client;
+use crate::client::download::hex;
 use crate::client::wait::{self, Waiting};
 use crate::commands::prepare::{OnInvalid, parse_endpoint};
 use crate::commands::results::{self, ResultsArgs};
@@ -26,7 +29,7 @@ const SKIPPED_MAX: usize = 1_000_000;
 pub(crate) struct SubmitArgs {
     /// Files of requests, one batch each; - is stdin
     #[arg(required = true, value_name = "FILE|-")]
-    files: Vec<String>,
+    files: Vec<OsString>,
     /// What the lines are for [default: the url of the first line]
     #[arg(long, value_parser = parse_endpoint)]
     endpoint: Option<Endpoint>,
@@ -45,7 +48,7 @@ pub(crate) struct SubmitArgs {
     /// What people call it
     #[arg(long)]
     name: Option<String>,
-    /// Makes a repeated submit return the first batch [default: a fresh one]
+    /// Makes a repeated submit of the same file return the first batch [default: a fresh one]
     #[arg(long, value_name = "KEY")]
     idempotency_key: Option<String>,
     /// Wait until it has ended; the exit code says how
@@ -115,8 +118,8 @@ fn metadata(pairs: &[String]) -> Result<Value> {
     Ok(if map.is_empty() { Value::Null } else { Value::Object(map) })
 }
 
-async fn check(file: &str, args: &SubmitArgs, app: &App) -> Result<Ready> {
-    let input = Input::open(file)?;
+async fn check(file: &OsStr, args: &SubmitArgs, app: &App) -> Result<Ready> {
+    let input = Input::open(file).await?;
     let endpoint = validation::endpoint(&input, args.endpoint)?;
     let kept = if args.on_invalid == OnInvalid::Skip { SKIPPED_MAX } else { 1_000 };
     let report = validation::check(&input, endpoint, kept).await?;
@@ -134,6 +137,11 @@ async fn check(file: &str, args: &SubmitArgs, app: &App) -> Result<Ready> {
     }
     if args.on_invalid == OnInvalid::Fail || report.findings.total as usize > SKIPPED_MAX {
         return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
+    }
+    if args.dry_run || args.validate_only {
+        let bad = validation::bad_lines(&report).len() as u64;
+        app.ui.summary(format!("{} lines of {} would be set aside", human::count(bad), input.label));
+        return Ok(Ready { input, endpoint, requests: report.requests.saturating_sub(bad), model });
     }
     let cleaned = validation::without_invalid(&input, &report)?;
     let requests = report.requests.saturating_sub(cleaned.num_aside);
@@ -187,9 +195,9 @@ async fn send(
     };
     let several = parts.len() > 1;
     for (index, part) in parts.iter().enumerate() {
-        let uploaded = client.upload(&part.path, &name, "batch").await?;
+        let (uploaded, is_new) = upload(client, &part.path, &name, args.idempotency_key.is_some()).await?;
         let mut body = json!({
-            "input_file_id": uploaded["id"], "endpoint": file.endpoint.as_str(),
+            "input_file_id": uploaded, "endpoint": file.endpoint.as_str(),
             "completion_window": args.window, "metadata": metadata,
         });
         if let Some(name) = &args.name {
@@ -199,7 +207,13 @@ async fn send(
             body["priority"] = Value::from(priority);
         }
         let key = if several { format!("{key}-part{index}") } else { key.to_owned() };
-        let batch = client.post("/v1/batches", &body, Some(&key)).await?;
+        let batch = match client.post("/v1/batches", &body, Some(&key)).await {
+            Ok(batch) => batch,
+            Err(failure) if failure.has_code("idempotency_key_reused") => {
+                return Err(key_is_taken(client, &uploaded, is_new, failure).await);
+            }
+            Err(failure) => return Err(failure),
+        };
         state::remember(client.base(), &plain(&batch["id"]));
         // The id is out as soon as there is one: a later failure must not hide it.
         if app.ui.format.is_none() && args.results.is_none() {
@@ -210,6 +224,54 @@ async fn send(
     Ok(())
 }
 
+/// The id of the uploaded file, and whether it was uploaded just now. With a key of the
+/// user's, an equal file of an earlier submit is taken: the server compares a repeated
+/// create by the file's id.
+async fn upload(client: &Client, path: &Path, name: &str, is_keyed: bool) -> Result<(String, bool)> {
+    if is_keyed && let Some(id) = equal_upload(client, path, name).await? {
+        return Ok((id, false));
+    }
+    let uploaded = client.upload(path, name, "batch").await?;
+    Ok((plain(&uploaded["id"]), true))
+}
+
+/// The oldest file of the server with this name and these bytes: the one that the first
+/// submit of a key used.
+async fn equal_upload(client: &Client, path: &Path, name: &str) -> Result<Option<String>> {
+    let owned = path.to_owned();
+    let hashed = tokio::task::spawn_blocking(move || sha256_of(&owned)).await;
+    let sha256 = hashed.map_err(|err| Failure::from_error("hash the input", &err))??;
+    let mut after: Option<String> = None;
+    loop {
+        let mut query =
+            vec![("purpose", "batch".to_owned()), ("order", "asc".to_owned()), ("limit", "1000".to_owned())];
+        query.extend(after.take().map(|id| ("after", id)));
+        let page = client.get("/v1/files", &query).await?;
+        let files = page["data"].as_array().map(Vec::as_slice).unwrap_or_default();
+        if let Some(file) = files.iter().find(|file| file["sha256"] == sha256.as_str() && file["filename"] == name) {
+            return Ok(Some(plain(&file["id"])));
+        }
+        match page["last_id"].as_str() {
+            Some(last) if page["has_more"] == Value::Bool(true) => after = Some(last.to_owned()),
+            _ => return Ok(None),
+        }
+    }
+}
+
+fn sha256_of(path: &Path) -> Result<String> {
+    let mut hash = Sha256::new();
+    std::io::copy(&mut std::fs::File::open(path)?, &mut hash)?;
+    Ok(hex(&hash.finalize()))
+}
+
+/// The key belongs to another submit: what was uploaded for this one goes again.
+async fn key_is_taken(client: &Client, uploaded: &str, is_new: bool, failure: Failure) -> Failure {
+    if is_new && let Err(kept) = client.delete(&format!("/v1/files/{uploaded}")).await {
+        tracing::debug!("the upload {uploaded} stays: {}", kept.message());
+    }
+    failure.hint("the key was used for another file or other parameters: choose another --idempotency-key")
+}
+
 async fn report(args: &SubmitArgs, made: &[Value], client: &Client, app: &App) -> Result {
     let waits = args.wait || args.watch || args.results.is_some();
     let mut ended = made.to_vec();
@@ -217,7 +279,7 @@ async fn report(args: &SubmitArgs, made: &[Value], client: &Client, app: &App) -
         let waiting = Waiting { interval: wait::INTERVAL, timeout: app.globals.timeout };
         for batch in &mut ended {
             let id = plain(&batch["id"]);
-            *batch = wait::until_ended(client, &app.ui, &id, waiting).await?;
+            *batch = wait::until_ended(client, app, &id, waiting).await?;
             app.ui.summary(batches::summary(batch));
             if batch["status"] == "failed" {
                 app.ui.summary(batches::problems(batch).trim_end());
@@ -243,5 +305,9 @@ async fn report(args: &SubmitArgs, made: &[Value], client: &Client, app: &App) -
         return Ok(());
     }
     let worst = ended.iter().map(wait::exit_of).max_by_key(|exit| *exit as u8).unwrap_or(Exit::Success);
-    if worst == Exit::Success { Ok(()) } else { Err(Failure::silent(worst)) }
+    if worst == Exit::Success {
+        return Ok(());
+    }
+    let summaries: Vec<String> = ended.iter().map(batches::summary).collect();
+    Err(Failure::shown(worst, summaries.join("; ")))
 }

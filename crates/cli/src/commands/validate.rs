@@ -1,5 +1,7 @@
 //! `batch validate`: every problem of a file of requests, without a server.
 
+use std::ffi::OsString;
+
 use clap::Args;
 use overnight_types::Endpoint;
 use serde_json::Value;
@@ -14,7 +16,7 @@ use crate::validation::{self, Input};
 #[derive(Debug, Args)]
 pub(crate) struct ValidateArgs {
     /// A file of requests; - is stdin
-    file: String,
+    file: OsString,
     /// What the lines must be for [default: the url of the first line]
     #[arg(long, value_parser = parse_endpoint)]
     endpoint: Option<Endpoint>,
@@ -24,7 +26,7 @@ pub(crate) struct ValidateArgs {
 }
 
 pub(crate) async fn run(args: ValidateArgs, app: &App) -> Result {
-    let input = Input::open(&args.file)?;
+    let input = Input::open(&args.file).await?;
     let endpoint = validation::endpoint(&input, args.endpoint)?;
     let shown = usize::try_from(args.max_errors).unwrap_or(usize::MAX).max(1);
     let kept = if app.ui.is_json() { 1_000 } else { shown };

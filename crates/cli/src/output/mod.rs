@@ -66,8 +66,11 @@ impl Ui {
             ColorWhen::Auto => is_terminal && !plain,
         };
         let stdin_is_terminal = std::io::stdin().is_terminal();
+        let format = if globals.json { Some(Format::Json) } else { globals.output };
+        // Then stderr holds an error object or nothing: no progress and no question.
+        let json = format == Some(Format::Json);
         Self {
-            format: if globals.json { Some(Format::Json) } else { globals.output },
+            format,
             fields: globals
                 .fields
                 .as_ref()
@@ -78,8 +81,8 @@ impl Ui {
             stderr_is_terminal: stderr_is_terminal && !dumb,
             color_out: color(stdout_is_terminal),
             color_err: color(stderr_is_terminal),
-            progress: !globals.no_progress && globals.quiet == 0,
-            may_ask: stdin_is_terminal && stderr_is_terminal && !globals.no_input,
+            progress: !globals.no_progress && globals.quiet == 0 && !json,
+            may_ask: stdin_is_terminal && stderr_is_terminal && !globals.no_input && !json,
             yes: globals.yes,
             width: terminal_width().unwrap_or(80).max(40),
         }
@@ -95,6 +98,14 @@ impl Ui {
         self.bytes(text.as_bytes())
     }
 
+    /// Under `--json`, writes this object; says whether it did.
+    pub(crate) fn json_record(&self, record: &Value) -> Result<bool> {
+        if self.is_json() {
+            self.data(&format!("{record}\n"))?;
+        }
+        Ok(self.is_json())
+    }
+
     /// Writes data bytes to stdout as they are.
     pub(crate) fn bytes(&self, bytes: &[u8]) -> Result {
         let mut stdout = std::io::stdout().lock();
@@ -103,23 +114,24 @@ impl Ui {
         Ok(())
     }
 
-    /// Says something on stderr; silenced by `-q`.
+    /// Says something on stderr; silenced by `-q`, and by `--json`, under which stderr
+    /// holds an error object or nothing.
     pub(crate) fn say(&self, text: impl AsRef<str>) {
-        if self.quiet == 0 {
+        if self.quiet == 0 && !self.is_json() {
             self.stderr(text.as_ref());
         }
     }
 
-    /// A summary that only `-qq` silences.
+    /// A summary that only `-qq` and `--json` silence.
     pub(crate) fn summary(&self, text: impl AsRef<str>) {
-        if self.quiet < 2 {
+        if self.quiet < 2 && !self.is_json() {
             self.stderr(text.as_ref());
         }
     }
 
-    /// A warning on stderr; only `-qq` silences it.
+    /// A warning on stderr; only `-qq` and `--json` silence it.
     pub(crate) fn warn(&self, text: impl AsRef<str>) {
-        if self.quiet < 2 {
+        if self.quiet < 2 && !self.is_json() {
             let (yellow, end) = if self.color_err { ("\x1b[33;1m", "\x1b[0m") } else { ("", "") };
             self.stderr(&format!("{yellow}warning:{end} {}", text.as_ref()));
         }

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use async_trait::async_trait;
-use overnight_engine::load::{ModelSource, load};
-use overnight_engine::{Engine, EngineHandle, RequestId};
+use overnight_engine::load::{LoadFormat, ModelSource, load};
+use overnight_engine::{Engine, EngineConfig, EngineHandle, RequestId};
 use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request};
 use overnight_worker::instant::InstantGenerate;
 use overnight_worker::local::LocalEngine;
@@ -56,10 +56,26 @@ pub(crate) struct Started {
 /// Checks before anything is opened that there is an engine to start: the model is
 /// named and here.
 pub(crate) fn check(config: &Config) -> Result {
+    check_seed(config)?;
     if config.engine.source.kind == EngineKind::Local {
         model(config)?;
     }
     Ok(())
+}
+
+/// Refuses a seed that nothing would use: only dummy weights are drawn from it.
+pub(crate) fn check_seed(config: &Config) -> Result {
+    let source = &config.engine.source;
+    let is_used = source.kind == EngineKind::Local && source.load_format == LoadFormat::Dummy;
+    if is_used || config.engine.local.seed == EngineConfig::default().seed {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "engine.seed = {} would change no answer: it draws dummy weights",
+        config.engine.local.seed
+    ))
+    .code("flag_not_supported")
+    .hint("put `seed` into the requests (`batch prepare --param seed=N`), or add --load-format dummy"))
 }
 
 fn model(config: &Config) -> Result<models::Found> {

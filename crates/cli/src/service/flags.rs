@@ -48,7 +48,7 @@ pub(crate) struct EngineFlags {
     /// Threads of the CPU back end [default: the cores at hand]
     #[arg(long, value_parser = human::parse_count)]
     pub(crate) num_threads: Option<u64>,
-    /// Seed of dummy weights
+    /// Seed of dummy weights; refused with others, because a request's own seed decides its samples
     #[arg(long, value_parser = human::parse_count)]
     pub(crate) seed: Option<u64>,
 }

@@ -173,19 +173,48 @@ pub(crate) fn wait(child: &mut Child) -> i32 {
     }
 }
 
-/// A server that answers every completion with this status and body.
+/// Waits until the process has taken this signal over; Linux says so in /proc.
+pub(crate) fn wait_until_caught(child: &mut Child, signal: rustix::process::Signal) {
+    let start = Instant::now();
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+        if caught & (1 << (signal.as_raw() - 1)) != 0 {
+            return;
+        }
+        assert_eq!(child.try_wait().expect("a child can be asked"), None, "it ended before the signal");
+        assert!(start.elapsed() < LIMIT, "the signal is not taken over");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A server that answers every request with this status and body.
 pub(crate) fn answering(status: &'static str, body: &'static str) -> String {
+    serving(move |_| Some((status.to_owned(), body.to_owned())))
+}
+
+/// A server that takes requests and never answers.
+pub(crate) fn silent() -> String {
+    serving(|_| None)
+}
+
+/// A server that answers each request line (`GET /path HTTP/1.1`) as it is told to;
+/// `None` leaves it without an answer.
+pub(crate) fn serving(answer: impl Fn(&str) -> Option<(String, String)> + Send + Sync + 'static) -> String {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("bound");
+    let answer = std::sync::Arc::new(answer);
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
-            std::thread::spawn(move || answer_all(stream, status, body));
+            let answer = std::sync::Arc::clone(&answer);
+            std::thread::spawn(move || answer_all(stream, answer.as_ref()));
         }
     });
     format!("http://{address}")
 }
 
-fn answer_all(mut stream: std::net::TcpStream, status: &str, body: &str) {
+fn answer_all(mut stream: std::net::TcpStream, answer: &dyn Fn(&str) -> Option<(String, String)>) {
     let mut buffer = Vec::new();
     let mut piece = [0; 4096];
     loop {
@@ -195,7 +224,9 @@ fn answer_all(mut stream: std::net::TcpStream, status: &str, body: &str) {
             let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse::<usize>().ok());
             let whole = end + 4 + length.unwrap_or(0);
             if buffer.len() >= whole {
+                let line = String::from_utf8_lossy(&buffer).lines().next().unwrap_or_default().to_owned();
                 buffer.drain(..whole);
+                let Some((status, body)) = answer(&line) else { continue };
                 let answer = format!(
                     "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
                     body.len()

@@ -1,7 +1,9 @@
 //! The binary as people and scripts meet it: help, exit codes, streams, settings, and
 //! whole sessions against a real server with the instant engine.
 
+mod documents;
 mod harness;
+mod json;
 mod offline;
 mod server;
 mod terminal;

@@ -200,6 +200,102 @@ fn row_that_cannot_be_used_is_named_and_set_aside() {
 }
 
 #[test]
+fn refused_row_leaves_a_pipe_empty() {
+    let home = Home::new();
+    home.file("rows.jsonl", "{\"text\":\"a\"}\n{\"text\":\"b\"}\n[1]\n");
+    let prepare = ["prepare", "rows.jsonl", "-o", "-", "--model", "m"];
+    let said = home.batch(&prepare).expect(6);
+    assert_eq!(said.stdout, "", "whoever reads the pipe takes nothing for the whole");
+    assert!(said.stderr.contains("nothing was written"), "{said:?}");
+    let said = home.batch(&[&prepare[..], &["--on-invalid", "skip"]].concat()).expect(0);
+    assert_eq!(said.stdout.lines().count(), 2);
+    home.file("rows.jsonl", "{\"text\":\"a\"}\n{\"text\":\"b\"}\n");
+    assert_eq!(home.batch(&prepare).expect(0).stdout.lines().count(), 2);
+}
+
+#[test]
+fn dry_run_sets_nothing_aside() {
+    let home = Home::new();
+    home.file("in.jsonl", &(items(3, "m") + "broken\n"));
+    let said = home.batch(&["submit", "in.jsonl", "--on-invalid", "skip", "--dry-run"]).expect(0);
+    assert!(said.stderr.contains("1 lines of in.jsonl would be set aside"), "{said:?}");
+    assert!(said.stderr.contains("3 requests"), "{said:?}");
+    assert!(!home.path().join("in.jsonl.invalid.jsonl").exists());
+}
+
+#[test]
+fn seed_that_no_weights_are_drawn_from_is_refused() {
+    let home = Home::new();
+    home.file("in.jsonl", &items(1, "m"));
+    let said =
+        home.batch(&["run", "in.jsonl", "-o", "o.jsonl", "--set", "engine.kind=instant", "--seed", "42"]).expect(2);
+    assert!(said.stderr.contains("engine.seed = 42") && said.stderr.contains("--param seed=N"), "{said:?}");
+    let said = home.batch(&["serve", "--model", "m", "--seed", "42"]).expect(2);
+    assert!(said.stderr.contains("--load-format dummy"), "{said:?}");
+    assert!(!home.path().join("overnight-data").exists(), "refused before anything is made");
+}
+
+#[test]
+fn paths_of_any_bytes_are_taken() {
+    use std::os::unix::ffi::OsStrExt;
+    let home = Home::new();
+    for name in [&b"odd-\xff\xfe.jsonl"[..], b"two\nlines \x1b[31m.jsonl"] {
+        let path = home.path().join(std::ffi::OsStr::from_bytes(name));
+        if std::fs::write(&path, items(2, "m")).is_err() {
+            eprintln!("skipped: this file system takes no such name: {name:?}");
+            continue;
+        }
+        let run = |command: &str, more: &[&str]| -> crate::harness::Said {
+            home.command(&[command]).arg(path.file_name().expect("named")).args(more).output().expect("starts").into()
+        };
+        assert_eq!(run("validate", &[]).expect(0).stdout, "valid: 2 requests for /v1/completions, model m\n");
+        let said = run("submit", &["--dry-run"]).expect(0);
+        assert!(!said.stderr.contains('\x1b') && said.stderr.lines().count() == 1, "{said:?}");
+        run("run", &["-o", "out.jsonl", "--set", "engine.kind=instant"]).expect(0);
+        assert_eq!(home.read("out.jsonl").lines().count(), 2);
+        std::fs::write(&path, "broken\n").expect("written");
+        let said = run("validate", &[]).expect(6);
+        assert!(said.stderr.contains("odd-") || said.stderr.contains("two\\nlines \\u{1b}[31m.jsonl:1"), "{said:?}");
+    }
+}
+
+#[test]
+fn continuous_integration_gets_the_output_of_a_file() {
+    let home = Home::new();
+    home.file("in.jsonl", &items(2, "m"));
+    let plain = home.batch(&["submit", "in.jsonl", "--dry-run"]).expect(0);
+    let said = home.batch_with(&[("CI", "1"), ("TERM", "xterm")], &["submit", "in.jsonl", "--dry-run"]).expect(0);
+    assert_eq!((said.stdout, said.stderr), (plain.stdout, plain.stderr));
+}
+
+#[test]
+fn bench_of_a_later_version_is_named_as_such() {
+    let home = Home::new();
+    for name in ["serve", "batch", "latency", "tune"] {
+        let said = home.batch(&["bench", name]).expect(2);
+        assert!(said.stderr.contains(&format!("`bench {name}` is not built yet: ")), "{said:?}");
+    }
+}
+
+// curator#295, #231: damaged state, and what the command line advises.
+#[test]
+fn damaged_database_is_named_with_the_one_safe_step() {
+    let home = Home::new();
+    home.batch(&["db", "migrate"]).expect(0);
+    let path = home.path().join("overnight-data/overnight.db");
+    let sound = std::fs::read(&path).expect("made");
+    let middle = sound.len() / 2;
+    let torn = [&sound[..middle], &vec![0x5a; sound.len() - middle][..]].concat();
+    for damaged in [b"not a database at all".repeat(100), torn] {
+        std::fs::write(&path, &damaged).expect("written");
+        let said = home.batch(&["db", "check"]).expect(1);
+        assert!(said.stderr.contains("overnight.db"), "{said:?}");
+        assert!(said.stderr.contains("cp -a ") && said.stderr.contains("overnight-data.kept"), "{said:?}");
+        assert_eq!(std::fs::read(&path).expect("there"), damaged, "looking changes nothing");
+    }
+}
+
+#[test]
 fn server_that_is_not_there_is_exit_7_and_names_the_way_without_one() {
     let home = Home::new();
     let said = home.batch(&["list", "--server", "http://127.0.0.1:9"]).expect(7);
@@ -266,9 +362,23 @@ fn completions_load_and_man_pages_are_written() {
     }
     let script = home.batch(&["completions", "bash"]).stdout;
     home.file("batch.bash", &script);
-    let loads = std::process::Command::new("bash").args(["-n", "batch.bash"]).current_dir(home.path()).status();
-    assert!(loads.expect("bash is there").success());
+    for shell in ["zsh", "fish"] {
+        home.file(&format!("batch.{shell}"), &home.batch(&["completions", shell]).stdout);
+    }
+    // `man --warnings` reads a page and says what is wrong with it.
     home.batch(&["man", "man"]).expect(0);
+    for (program, arguments) in [
+        ("bash", &["-n", "batch.bash"][..]),
+        ("zsh", &["-n", "batch.zsh"]),
+        ("fish", &["--no-execute", "batch.fish"]),
+        ("man", &["--warnings", "-l", "man/batch-submit.1"]),
+    ] {
+        let checks = std::process::Command::new(program).args(arguments).current_dir(home.path()).output();
+        match checks {
+            Ok(said) => assert!(said.status.success() && said.stderr.is_empty(), "{program}: {said:?}"),
+            Err(err) => eprintln!("skipped: {program} does not start: {err}"),
+        }
+    }
     assert!(home.read("man/batch-submit.1").starts_with(".ie"), "roff");
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::harness::{Home, LIMIT, Server, answering, items, signal, wait};
+use crate::harness::{Home, LIMIT, Server, answering, items, serving, signal, wait, wait_until_caught};
 
 #[test]
 fn good_session_from_submit_to_results() {
@@ -48,59 +48,6 @@ fn stdin_to_stdout_in_one_line() {
 }
 
 #[test]
-fn json_is_pure_for_every_command() {
-    let home = Home::new();
-    let _server = Server::instant(&home);
-    home.file("in.jsonl", &items(3, "m"));
-    home.batch(&["submit", "in.jsonl", "--wait", "--json"]).expect(0).json();
-    let file = home.batch(&["files", "upload", "in.jsonl"]).expect(0).stdout.trim().to_owned();
-    let good: &[&[&str]] = &[
-        &["status"],
-        &["status", "last"],
-        &["list"],
-        &["show", "last", "c0"],
-        &["errors", "last"],
-        &["validate", "in.jsonl"],
-        &["files", "list"],
-        &["files", "get", &file, "-o", "copy"],
-        &["models", "list"],
-        &["config", "show"],
-        &["config", "path"],
-        &["db", "check"],
-        &["version"],
-        &["submit", "in.jsonl", "--dry-run"],
-        &["resume", "--all-interrupted"],
-    ];
-    for arguments in good {
-        let said = home.batch(&[arguments, &["--json"][..]].concat()).expect(0);
-        assert!(!said.stdout.contains('\x1b'), "{arguments:?}");
-        if !said.stdout.is_empty() {
-            said.json();
-        }
-    }
-    let bad: &[&[&str]] = &[
-        &["status", "batch_0000000000000000000000000000dead"],
-        &["show", "last", "nobody"],
-        &["resume", "last"],
-        &["retry", "last"],
-        &["cancel", "last", "--yes"],
-        &["results", "@{99}"],
-        &["files", "get", "file-00000000000000000000000000000000"],
-        &["models", "pull", "no-such-model"],
-        &["validate", "missing.jsonl"],
-        &["nonsense"],
-    ];
-    for arguments in bad {
-        let said = home.batch(&[arguments, &["--json"][..]].concat());
-        assert_ne!(said.code, 0, "{arguments:?}");
-        assert_eq!(said.stdout, "", "{arguments:?}");
-        let error: Value =
-            serde_json::from_str(&said.stderr).unwrap_or_else(|err| panic!("{arguments:?} {err}: {said:?}"));
-        assert!(error["error"]["message"].is_string(), "{error}");
-    }
-}
-
-#[test]
 fn piped_stdout_holds_data_only() {
     let home = Home::new();
     let _server = Server::instant(&home);
@@ -135,6 +82,9 @@ fn failed_requests_are_exit_3_and_grouped() {
     assert_eq!(home.read("out.errors.jsonl").lines().count(), 4);
     let said = home.batch(&["errors", "last", "--json"]).expect(0);
     assert_eq!(said.json()[0]["count"], 4, "{said:?}");
+    let said = home.batch(&["retry", "last", "--error-code", "too_odd", "--ids", "c1,c2", "--dry-run"]).expect(0);
+    assert!(said.stderr.contains("2 would run: requests that did not complete and ended with too_odd"), "{said:?}");
+    home.batch(&["retry", "last", "--ids", "nobody", "--dry-run"]).expect(6);
     let said = home.batch(&["resume", "last"]).expect(0);
     assert!(said.stderr.contains("0 kept; 4 failed and 0 unfinished will run"), "{said:?}");
     home.batch(&["status", "last", "--wait"]).expect(3);
@@ -143,6 +93,12 @@ fn failed_requests_are_exit_3_and_grouped() {
         ["run", "in.jsonl", "-o", "two.jsonl", "--set", "engine.kind=openai", "--set", &kind, "--data-dir", "own"];
     home.batch(&arguments).expect(3);
     assert_eq!(home.read("two.errors.jsonl").lines().count(), 4);
+    // To stdout, the failures go to a file that the summary names.
+    let arguments = ["run", "in.jsonl", "-o", "-", "--set", "engine.kind=openai", "--set", &kind, "--data-dir", "own"];
+    let said = home.batch(&arguments).expect(3);
+    assert_eq!(said.stdout, "");
+    assert!(said.stderr.contains("0 answers in stdout · 4 without an answer in in.errors.jsonl"), "{said:?}");
+    assert_eq!(home.read("in.errors.jsonl").lines().count(), 4);
 }
 
 #[test]
@@ -259,9 +215,159 @@ fn same_key_submits_once() {
     let home = Home::new();
     let _server = Server::instant(&home);
     home.file("in.jsonl", &items(2, "m"));
+    let submit = ["submit", "in.jsonl", "--idempotency-key", "k"];
+    let first = home.batch(&submit).expect(0).stdout;
+    let again = home.batch(&submit).expect(0).stdout;
+    assert_eq!(first, again, "the first batch is returned");
+    assert_eq!(home.batch(&["list", "--output", "id"]).expect(0).stdout.lines().count(), 1);
+    let inputs = ["files", "list", "--purpose", "batch", "--output", "id"];
+    assert_eq!(home.batch(&inputs).expect(0).stdout.lines().count(), 1, "one upload");
+    // Another file under the same key is refused, and its upload does not stay.
+    home.file("in.jsonl", &items(3, "m"));
+    let said = home.batch(&submit).expect(1);
+    assert!(said.stderr.contains("--idempotency-key"), "{said:?}");
+    assert_eq!(home.batch(&inputs).expect(0).stdout.lines().count(), 1, "nothing is left");
+    // Without a key each submit is a batch of its own.
+    home.batch(&["submit", "in.jsonl"]).expect(0);
+    home.batch(&["submit", "in.jsonl"]).expect(0);
+    assert_eq!(home.batch(&["list", "--output", "id"]).expect(0).stdout.lines().count(), 3);
+}
+
+// Field report: vllm run_batch uploaded its input once per try.
+#[test]
+fn one_submit_uploads_its_file_once() {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    let home = Home::new();
+    home.file("in.jsonl", &items(2, "m"));
+    let uploads = std::sync::Arc::new(AtomicU32::new(0));
+    let creates = std::sync::Arc::new(AtomicU32::new(0));
+    let counted = (uploads.clone(), creates.clone());
+    let url = serving(move |line| {
+        let (status, body) = if line.starts_with("POST /v1/files") {
+            counted.0.fetch_add(1, Ordering::Relaxed);
+            ("200 OK", r#"{"id":"file-00000000000000000000000000000001"}"#)
+        } else if counted.1.fetch_add(1, Ordering::Relaxed) < 2 {
+            ("503 Service Unavailable", r#"{"error":{"message":"later","code":"unavailable"}}"#)
+        } else {
+            ("200 OK", r#"{"id":"batch_00000000000000000000000000000001","status":"validating"}"#)
+        };
+        Some((status.to_owned(), body.to_owned()))
+    });
+    home.batch(&["submit", "in.jsonl", "--server", &url]).expect(0);
+    assert_eq!(creates.load(Ordering::Relaxed), 3, "the create was tried again");
+    assert_eq!(uploads.load(Ordering::Relaxed), 1, "the upload was not");
+}
+
+#[test]
+fn line_is_found_whatever_blank_lines_lie_before_it() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    let mut text = "\n".repeat(400);
+    for (index, line) in items(600, "m").lines().enumerate() {
+        text.push_str(line);
+        text.push_str(if index % 2 == 0 { "\n" } else { "\n \n" });
+    }
+    home.file("in.jsonl", &text);
     home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
-    let ids = home.batch(&["list", "--output", "id"]).expect(0).stdout;
-    assert_eq!(ids.lines().count(), 1);
+    let lines: Vec<&str> = text.split('\n').collect();
+    for wanted in [1, 250, 401, 402, 403, 404, 899, 900, 901, 1_299, 1_300, 1_301, 9_000] {
+        let line = lines.get(wanted - 1).filter(|line| !line.trim().is_empty());
+        let said = home.batch(&["show", "last", &wanted.to_string(), "--line", "--json"]);
+        match line {
+            None => assert_eq!(said.code, 5, "{wanted}: {said:?}"),
+            Some(line) => {
+                let id = &serde_json::from_str::<Value>(line).expect("JSON")["custom_id"];
+                assert_eq!(&said.expect(0).json()["custom_id"], id, "line {wanted}");
+            }
+        }
+    }
+    assert_eq!(home.batch(&["show", "last", "401", "--json"]).expect(0).json()["custom_id"], "c0", "no such custom id");
+    home.batch(&["show", "last", "nobody"]).expect(5);
+}
+
+#[test]
+fn failures_of_an_earlier_round_do_not_lie_beside_repaired_results() {
+    let home = Home::new();
+    let _server = Server::instant(&home);
+    home.file("in.jsonl", &items(2, "m"));
+    home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
+    home.file("out.errors.jsonl", "{}\n");
+    home.file("other.errors.jsonl", "{}\n");
+    home.batch(&["results", "last", "-o", "out.jsonl"]).expect(0);
+    assert!(!home.path().join("out.errors.jsonl").exists());
+    assert!(home.path().join("other.errors.jsonl").exists(), "only what belongs to this output");
+}
+
+#[test]
+fn batch_that_no_worker_can_run_says_why() {
+    let home = Home::new();
+    let _server = Server::start(&home, &["--no-worker", "--set", "engine.kind=instant"]);
+    home.file("in.jsonl", &items(2, "m"));
+    let id = home.batch(&["submit", "in.jsonl"]).expect(0).stdout.trim().to_owned();
+    let start = Instant::now();
+    let batch = loop {
+        let batch = home.batch(&["status", &id, "--json"]).expect(0).json();
+        if batch["status"] == "in_progress" {
+            break batch;
+        }
+        assert!(start.elapsed() < LIMIT, "{batch}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let reason = batch["waiting_for"].as_str().unwrap_or_default();
+    assert!(reason.contains("batch worker"), "{batch}");
+}
+
+#[test]
+fn ctrl_c_ends_a_run_that_still_reads_its_input() {
+    let home = Home::new();
+    let mut child = home
+        .command(&["run", "-", "-o", "out.jsonl", "--set", "engine.kind=instant"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("starts");
+    // Its input never ends while we hold it.
+    let input = child.stdin.take().expect("a pipe");
+    wait_until_caught(&mut child, rustix::process::Signal::INT);
+    signal(&child, rustix::process::Signal::INT);
+    assert_eq!(wait(&mut child), 130);
+    drop(input);
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().expect("a pipe"), &mut said).expect("stderr ends");
+    assert!(said.contains("the same command starts it"), "{said:?}");
+}
+
+#[test]
+fn ctrl_c_ends_a_download_that_follows_the_waiting() {
+    let home = Home::new();
+    home.file("in.jsonl", &items(2, "m"));
+    let (reached, download) = std::sync::mpsc::channel();
+    let batch = r#"{"id":"batch_00000000000000000000000000000001","status":"completed","paused_at":null,
+        "request_counts":{"total":2,"completed":2,"failed":0},"output_file_id":"file-00000000000000000000000000000002"}"#;
+    let url = serving(move |line| {
+        let body = match line {
+            line if line.contains("/content") => {
+                reached.send(()).expect("the test waits");
+                return None;
+            }
+            line if line.contains("/v1/batches") => batch,
+            line if line.contains("000002") => r#"{"id":"file-00000000000000000000000000000002","bytes":5}"#,
+            _ => r#"{"id":"file-00000000000000000000000000000001"}"#,
+        };
+        Some(("200 OK".to_owned(), body.to_owned()))
+    });
+    let mut child = home
+        .command(&["submit", "in.jsonl", "--wait", "--results", "out.jsonl", "--server", &url])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("starts");
+    download.recv_timeout(LIMIT).expect("the download is asked for");
+    signal(&child, rustix::process::Signal::INT);
+    assert_eq!(wait(&mut child), 130);
+    assert!(!home.path().join("out.jsonl").exists());
 }
 
 #[test]
@@ -283,51 +389,10 @@ fn interrupted_download_goes_on_with_equal_bytes() {
 }
 
 #[test]
-fn server_killed_in_the_middle_goes_on_by_itself() {
-    let home = Home::new();
-    let server = Server::instant(&home);
-    home.file("in.jsonl", &items(50_000, "m"));
-    let id = home.batch(&["submit", "in.jsonl"]).expect(0).stdout.trim().to_owned();
-    drop(server);
-    let _server = Server::instant(&home);
-    home.batch(&["status", &id, "--wait", "--exit-status"]).expect(0);
-    assert_eq!(home.batch(&["results", &id]).expect(0).stdout.lines().count(), 50_000);
-}
-
-#[test]
 fn run_refuses_a_data_folder_that_a_server_holds() {
     let home = Home::new();
     let _server = Server::instant(&home);
     home.file("in.jsonl", &items(2, "m"));
     let said = home.batch(&["run", "in.jsonl", "-o", "out.jsonl", "--set", "engine.kind=instant"]).expect(1);
     assert!(said.stderr.contains("batch submit") && said.stderr.contains("--data-dir"), "{said:?}");
-}
-
-#[test]
-fn run_killed_and_repeated_ends_like_one_run() {
-    let home = Home::new();
-    home.file("in.jsonl", &items(60_000, "m"));
-    let arguments = ["run", "in.jsonl", "-o", "out.jsonl", "--set", "engine.kind=instant"];
-    let mut child = home
-        .command(&arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("starts");
-    // Killed once something is committed, or at its end when it was faster than we looked.
-    let objects = home.path().join("overnight-data/objects/jobs");
-    let start = Instant::now();
-    while !objects.is_dir() && child.try_wait().expect("asked").is_none() {
-        assert!(start.elapsed() < LIMIT, "nothing was committed");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let _ = child.kill();
-    let _ = child.wait();
-    home.batch(&arguments).expect(0);
-    let output = home.read("out.jsonl");
-    assert_eq!(output.lines().count(), 60_000);
-    let ids: Vec<Value> =
-        output.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")["custom_id"].clone()).collect();
-    assert!(ids.iter().enumerate().all(|(index, id)| *id == format!("c{index}")), "input order, each once");
 }

@@ -7,7 +7,7 @@ use std::process::{Child, Stdio};
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-use crate::harness::{Home, Server, items, signal, wait};
+use crate::harness::{Home, Server, items, signal, silent, wait};
 
 /// Starts a command on a terminal 80 columns wide; returns it and our end.
 fn on_terminal(home: &Home, arguments: &[&str], variables: &[(&str, &str)]) -> (Child, File) {
@@ -50,7 +50,8 @@ fn read_until(terminal: &mut File, wanted: &str) -> String {
 #[test]
 fn progress_is_one_line_redrawn_in_place() {
     let home = Home::new();
-    let _server = Server::start(&home, &["--no-worker", "--set", "engine.kind=instant"]);
+    let urls = format!("engine.base_urls=[\"{}\"]", silent());
+    let _server = Server::start(&home, &["--set", "engine.kind=openai", "--set", &urls]);
     home.file("in.jsonl", &items(2_000, "m"));
     let id = home.batch(&["submit", "in.jsonl"]).expect(0).stdout.trim().to_owned();
     let (mut child, mut terminal) = on_terminal(&home, &["status", &id, "--watch=50ms"], &[]);

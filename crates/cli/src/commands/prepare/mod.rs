@@ -100,7 +100,16 @@ pub(crate) fn run(args: PrepareArgs, app: &App) -> Result {
         Some(format) => format,
         None => rows::guess(&args.input.to_string_lossy(), input.fill_buf()?),
     };
-    let target = Target::new(&args.output_file, false)?;
+    let mut target = Target::new(&args.output_file, false)?;
+    if target.is_stdout() && !args.dry_run {
+        if app.ui.is_json() {
+            return Err(Failure::usage("--json and the lines do not share stdout").hint("write the lines with -o PATH"));
+        }
+        if args.on_invalid == OnInvalid::Fail {
+            // Whoever reads the pipe must not take the good rows for all of them.
+            target = target.held();
+        }
+    }
     let mut sink = if args.dry_run { None } else { Some(Sink::open(&target, |_| false)?.0) };
     let mut first_line = None;
     let mut invalid: Vec<Invalid> = Vec::new();
@@ -133,15 +142,19 @@ pub(crate) fn run(args: PrepareArgs, app: &App) -> Result {
         sink.iter().for_each(Sink::discard);
         return Err(refuse(&args.input, &invalid, written));
     }
-    if args.dry_run {
-        app.ui.data(&format!("{}\n", first_line.unwrap_or_default()))?;
+    if args.dry_run && !app.ui.is_json() {
+        app.ui.data(&format!("{}\n", first_line.as_deref().unwrap_or_default()))?;
     }
     let aside = if invalid.is_empty() || args.dry_run { None } else { Some(set_aside(&args.input, &invalid)?) };
     if let Some(sink) = sink {
         sink.finish()?;
     }
     report(&args, app, written, &invalid, blank, aside.as_deref());
-    Ok(())
+    let first_line = first_line.and_then(|line| serde_json::from_str::<Value>(&line).ok());
+    let output = (!args.dry_run).then(|| args.output_file.to_string_lossy());
+    let record = json!({"output": output, "lines": written, "blank": blank, "invalid": invalid.len(),
+        "set_aside": aside.as_ref().map(|path| path.to_string_lossy()), "first_line": first_line});
+    app.ui.json_record(&record).map(drop)
 }
 
 fn open(path: &Path) -> Result<Box<dyn BufRead>> {

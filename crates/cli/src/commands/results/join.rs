@@ -13,18 +13,21 @@ use serde_json::{Value, json};
 use super::{Lines, ResultsArgs};
 use crate::App;
 use crate::client::Client;
-use crate::client::download::{Sink, Target};
+use crate::client::download::Sink;
 use crate::error::{Exit, Failure, Result};
 
 pub(super) async fn run(args: &ResultsArgs, input: &Path, batch: &Value, client: &Client, app: &App) -> Result {
     if args.format != super::ResultFormat::Jsonl || args.field.is_some() {
         return Err(Failure::usage("--join writes JSONL of whole lines; leave --format and --field out"));
     }
+    if args.resume {
+        return Err(Failure::usage("--join starts over each time; leave --resume out"));
+    }
     let file = std::fs::File::open(input)
         .map_err(|err| Failure::new(Exit::NotFound, format!("could not read {}: {err}", input.display())))?;
     let mut answers = Reader::open(client, batch["output_file_id"].as_str()).await?;
     let mut failures = Reader::open(client, batch["error_file_id"].as_str()).await?;
-    let target = Target::new(&args.output_file, false)?;
+    let target = super::target(args, app)?;
     let (mut sink, _) = Sink::open(&target, |_| false)?;
     let mut without = 0u64;
     for (number, line) in BufReader::new(file).split(b'\n').enumerate() {

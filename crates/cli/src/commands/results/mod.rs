@@ -105,7 +105,26 @@ pub(crate) async fn run(args: ResultsArgs, app: &App) -> Result {
     let client = app.client()?;
     let id = ids::resolve(&client, &args.id).await?;
     let batch = client.get(&format!("/v1/batches/{id}"), &[]).await?;
-    write(&args, &batch, &client, app).await
+    write(&args, &batch, &client, app).await?;
+    if args.output_file.as_os_str() == "-" {
+        return Ok(());
+    }
+    let beside = errors_beside(&args.output_file);
+    let record = json!({"id": batch["id"], "status": batch["status"], "output": args.output_file.to_string_lossy(),
+        "errors": beside.is_file().then(|| beside.to_string_lossy()), "request_counts": batch["request_counts"]});
+    app.ui.json_record(&record).map(drop)
+}
+
+/// Where to; under `--json` the lines of stdout become one array.
+fn target(args: &ResultsArgs, app: &App) -> Result<Target> {
+    let target = Target::new(&args.output_file, args.resume)?;
+    if !app.ui.is_json() || !target.is_stdout() {
+        return Ok(target);
+    }
+    if args.format == ResultFormat::Csv {
+        return Err(Failure::usage("--format csv is no JSON").hint("leave --json out, or write the CSV with -o PATH"));
+    }
+    Ok(target.as_array())
 }
 
 /// Writes the results of a batch that was looked up already.
@@ -135,7 +154,7 @@ pub(crate) async fn write(args: &ResultsArgs, batch: &Value, client: &Client, ap
 
 /// Writes the published files.
 async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
-    let target = Target::new(&args.output_file, args.resume)?;
+    let target = target(args, app)?;
     let to_stdout = target.is_stdout();
     let (answers, failures) = (batch["output_file_id"].as_str(), batch["error_file_id"].as_str());
     match args.only {
@@ -144,7 +163,15 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
     }
     let failed = Counts::of(batch);
     let without_answer = failed.total.saturating_sub(batch["request_counts"]["completed"].as_u64().unwrap_or(0));
-    if args.only.is_some() || without_answer == 0 {
+    if args.only.is_some() {
+        return Ok(());
+    }
+    let beside = errors_beside(&args.output_file);
+    if without_answer == 0 {
+        if !to_stdout && args.is_raw() && beside.is_file() {
+            // Those of an earlier round, all of which have an answer now.
+            std::fs::remove_file(&beside)?;
+        }
         return Ok(());
     }
     if to_stdout || !args.is_raw() {
@@ -155,7 +182,6 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
         ));
         return Ok(());
     }
-    let beside = errors_beside(&args.output_file);
     let target = Target::new(&beside, args.resume)?;
     one_file(args, failures, target, client, app).await?;
     app.ui.say(format!(
@@ -188,7 +214,7 @@ async fn one_file(args: &ResultsArgs, id: Option<&str>, target: Target, client: 
         return download::file(client, &app.ui, &object, target).await;
     }
     let (mut sink, _) = Sink::open(&target, |_| false)?;
-    let mut writer = Writer::new(args, app.ui.stdout_is_terminal && target.is_stdout());
+    let mut writer = Writer::new(args, target.is_stdout(), app);
     sink.write(&writer.head()?)?;
     let response = client.stream(&format!("/v1/files/{id}/content"), &[], 0).await?;
     let mut lines = Lines::default();
@@ -204,14 +230,26 @@ async fn one_file(args: &ResultsArgs, id: Option<&str>, target: Target, client: 
 
 /// Writes committed lines by cursor, once or until the batch has ended.
 async fn committed(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
+    if !args.follow {
+        return pages(args, batch, client, app).await;
+    }
+    app.interrupts.listen()?;
+    tokio::select! {
+        biased;
+        ended = pages(args, batch, client, app) => ended,
+        () = app.interrupts.wait() => Err(wait::interrupted(app, &plain(&batch["id"]))),
+    }
+}
+
+async fn pages(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) -> Result {
     let id = plain(&batch["id"]);
-    let target = Target::new(&args.output_file, args.resume)?;
+    let target = target(args, app)?;
     let order = if args.order == Some(Order::Input) { "input" } else { "completion" };
     let round = batch["round"].clone();
     let fits = |notes: &Value| notes["batch"] == id.as_str() && notes["round"] == round && notes["order"] == order;
     let (mut sink, notes) = Sink::open(&target, fits)?;
     let mut cursor = notes.as_ref().and_then(|notes| notes["cursor"].as_str()).map(str::to_owned);
-    let mut writer = Writer::new(args, app.ui.stdout_is_terminal && target.is_stdout());
+    let mut writer = Writer::new(args, target.is_stdout(), app);
     if notes.is_none() {
         sink.write(&writer.head()?)?;
     }
@@ -248,13 +286,7 @@ async fn committed(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
             ));
             break;
         }
-        tokio::select! {
-            () = tokio::time::sleep(FOLLOW_EVERY) => {}
-            _ = tokio::signal::ctrl_c() => {
-                app.ui.summary(format!("still running on the server; \"batch status {}\" to look again", wait::lookup_id(&id)));
-                return Err(Failure::silent(Exit::Interrupted));
-            }
-        }
+        tokio::time::sleep(FOLLOW_EVERY).await;
     }
     sink.finish()
 }
@@ -262,12 +294,16 @@ async fn committed(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
 /// Turns a line of an output or error file into what was asked for.
 struct Writer<'a> {
     args: &'a ResultsArgs,
+    /// Control characters are made visible.
     terminal: bool,
+    /// Each line is a JSON value.
+    json: bool,
 }
 
 impl<'a> Writer<'a> {
-    fn new(args: &'a ResultsArgs, terminal: bool) -> Self {
-        Self { args, terminal }
+    fn new(args: &'a ResultsArgs, to_stdout: bool, app: &App) -> Self {
+        let json = to_stdout && app.ui.is_json();
+        Self { args, terminal: to_stdout && !json && app.ui.stdout_is_terminal, json }
     }
 
     fn head(&mut self) -> Result<Vec<u8>> {
@@ -309,6 +345,9 @@ impl<'a> Writer<'a> {
             ]);
         }
         let field = self.args.field.as_deref().unwrap_or_default();
+        if self.json {
+            return Ok(format!("{}\n", lookup(&record, field).unwrap_or(&Value::Null)).into_bytes());
+        }
         // One line per request, whatever the text holds.
         let value = lookup(&record, field).map(plain).unwrap_or_default();
         let value = if self.terminal {

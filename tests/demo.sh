@@ -1,14 +1,36 @@
 #!/usr/bin/env bash
 # The main job on real input, end to end: build, pull, serve, submit, results, table.
-# Installs nothing outside target/; needs cargo, a C compiler and, when no other
-# mirror of the model answers, python3 with pip. Run again, it only runs the job.
+# Needs cargo, a C compiler and, when no other mirror of the model answers, python3
+# with pip. What is missing is installed when you say yes, or with YES=1; all else stays
+# in target/. Run again, it only runs the job.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 [ -t 1 ] || say() { printf '\n%s\n' "$*"; }
-for tool in cargo cc; do
-  command -v "$tool" >/dev/null || { echo "$tool is missing: install Rust with rustup and a C compiler (Debian: apt-get install -y gcc libc6-dev)" >&2; exit 1; }
-done
+# Asks before anything is installed outside this folder; without a terminal only YES=1 is a yes.
+agreed() {
+  [ "${YES:-}" = 1 ] && return 0
+  [ -t 0 ] || return 1
+  read -r -p "$1 [y/N] " answer && [[ $answer == [yY]* ]]
+}
+missing() { echo "$1 is missing: $2, or let this script do it: YES=1 make demo" >&2; exit 1; }
+root=()
+[ "$(id -u)" = 0 ] || root=(sudo)
+apt=(apt-get install -y --no-install-recommends)
+[ -d "${HOME:-/}/.cargo/bin" ] && PATH=$PATH:$HOME/.cargo/bin
+if ! command -v cc >/dev/null; then
+  if command -v apt-get >/dev/null && agreed "No C compiler. Install gcc with ${root[*]} apt-get?"; then
+    "${root[@]}" apt-get update -qq && "${root[@]}" "${apt[@]}" gcc libc6-dev
+  else missing "a C compiler" "install one (Debian: apt-get install -y gcc libc6-dev)"; fi
+fi
+if ! command -v cargo >/dev/null; then
+  # The toolchain itself comes by rust-toolchain.toml at the first build.
+  if agreed "No Rust. Install rustup from https://sh.rustup.rs into ~/.cargo?"; then
+    if ! command -v curl >/dev/null; then "${root[@]}" apt-get update -qq && "${root[@]}" "${apt[@]}" curl ca-certificates; fi
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --profile minimal --default-toolchain none --no-modify-path
+    PATH=$PATH:$HOME/.cargo/bin
+  else missing "cargo" "install Rust with rustup (https://rustup.rs)"; fi
+fi
 model=gemma-3-270m
 dir=target/demo
 batch=target/release/batch
@@ -35,7 +57,8 @@ for _ in $(seq 300); do
   sleep 0.1
 done
 id=$("$batch" submit jobs/examples/reviews.jsonl | tail -1)
-"$batch" status "$id" --wait --timeout 10m >/dev/null
+# A review that failed shows in the table; it is no reason to stop before it.
+"$batch" status "$id" --wait --timeout 10m >/dev/null || echo "not every review has an answer (exit $?)" >&2
 "$batch" results "$id" -o "$dir/reviews.out.jsonl"
 
 say "5/5 labels"

@@ -115,7 +115,8 @@ pub struct Request {
 pub struct TokenLogprob {
     /// The token.
     pub token: u32,
-    /// Its log probability; negative infinity when masked.
+    /// Its log probability under the raw logits: before temperature, penalties and masks,
+    /// so a masked token has the value that it would have had.
     pub logprob: f32,
     /// Its place by likelihood, from 1.
     pub rank: u32,

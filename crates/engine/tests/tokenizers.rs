@@ -66,4 +66,6 @@ fn gguf_vocabulary_gives_the_ids_of_the_tokenizer_file() {
     // Field report 42: without its BOS, Gemma's output is garbage.
     assert_eq!(text.encode("Hi", true).unwrap()[0], 2);
     assert_eq!(text.encode("<bos>Hi", true).unwrap(), text.encode("Hi", true).unwrap());
+    // `</s>` (212) is a tag of HTML in this vocabulary, not an end.
+    assert_eq!(text.eos_token_ids(), [1, 106]);
 }

@@ -218,6 +218,15 @@ fn eos_ids_come_from_every_file_that_names_them() {
     assert_eq!(Text::from_dir(folder.path()).unwrap().eos_token_ids(), [1, 3, EOS]);
 }
 
+// `<s>` and `</s>` are tags of HTML in Gemma's vocabulary, of kind "user defined".
+#[test]
+fn only_control_tokens_end_a_turn_by_their_name() {
+    use super::sentencepiece::TokenKind::{Control, Normal, UserDefined};
+    use super::vocabulary::ends_turn;
+    assert!(ends_turn(Control, "</s>") && ends_turn(Control, "<end_of_turn>"));
+    assert!(!ends_turn(UserDefined, "</s>") && !ends_turn(Normal, "</s>") && !ends_turn(Control, "<s>"));
+}
+
 #[test]
 fn damaged_tokenizer_files_are_named() {
     let folder = tempfile::tempdir().unwrap();

@@ -34,6 +34,12 @@ const END_OF_TURN: &[&str] = &[
     "</s>",
 ];
 
+/// Whether a token ends a turn by its name. Only a control token does: Gemma's vocabulary
+/// has `</s>` as a tag of HTML, which is text.
+pub(super) fn ends_turn(kind: TokenKind, token: &str) -> bool {
+    kind == TokenKind::Control && END_OF_TURN.contains(&token)
+}
+
 struct Vocabulary<'a> {
     gguf: &'a Gguf,
     from: String,
@@ -160,8 +166,8 @@ impl Vocabulary<'_> {
         let eos = self.id("tokenizer.ggml.eos_token_id");
         let keys = ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
         let mut eos_ids: BTreeSet<u32> = keys.iter().filter_map(|key| self.id(key)).collect();
-        let ends = (0u32..).zip(&self.kinds).filter(|(_, kind)| kind.is_matched_whole());
-        eos_ids.extend(ends.map(|(id, _)| id).filter(|id| END_OF_TURN.contains(&self.tokens[*id as usize].as_str())));
+        let tokens = (0u32..).zip(self.kinds.iter().zip(self.tokens));
+        eos_ids.extend(tokens.filter(|(_, (kind, token))| ends_turn(**kind, token)).map(|(id, _)| id));
         SpecialTokens {
             add_bos: bos.is_some() && self.flag("tokenizer.ggml.add_bos_token").unwrap_or(add_bos_default),
             add_eos: eos.filter(|_| self.flag("tokenizer.ggml.add_eos_token") == Some(true)),

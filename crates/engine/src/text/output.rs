@@ -11,7 +11,8 @@ use super::{Text, TextError};
 pub struct StopHit {
     /// Which of the stop strings.
     pub index: usize,
-    /// Tokens of this output to keep: the fewest that hold all of the kept text.
+    /// Tokens of this output to keep: those that hold the kept text, and the ones without
+    /// text among and right behind them. Never below the last `num_ready`.
     pub num_tokens: usize,
 }
 
@@ -80,9 +81,10 @@ impl OutputText {
         let found = self.matcher.push(&piece);
         let mut step = self.release(found.text);
         step.stop = found.hit.map(|index| {
-            let kept = self.released;
-            let num_tokens = if kept == 0 { 0 } else { self.ends.partition_point(|end| *end < kept) + 1 };
-            StopHit { index, num_tokens: num_tokens.min(self.ends.len()) }
+            // Tokens without text have their predecessor's end: a stream has given them out already.
+            let whole = self.ends.partition_point(|end| *end <= self.released);
+            let holds_all = whole.checked_sub(1).map_or(0, |last| self.ends[last]) == self.released;
+            StopHit { index, num_tokens: (whole + usize::from(!holds_all)).min(self.ends.len()) }
         });
         Ok(step)
     }

@@ -12,6 +12,9 @@ use crate::bed::request;
 use crate::texts::{id, text};
 use crate::toy::EOS;
 
+/// A byte that no character ends with.
+const FIRST_OF_TWO_BYTES: u32 = 95;
+
 type Messages = Arc<Mutex<Vec<Vec<Event>>>>;
 
 fn sink() -> (Sink, Messages) {
@@ -48,14 +51,17 @@ fn token(request: &Request, token: u32, end: Option<FinishReason>, num_output_to
 
 /// Feeds the characters one token and step at a time, the last one with `end`.
 fn feed(request: &Request, characters: &str, end: Option<FinishReason>) -> (Vec<TokenOutput>, Vec<EndedHere>) {
+    feed_ids(request, &characters.chars().map(id).collect::<Vec<_>>(), end)
+}
+
+fn feed_ids(request: &Request, ids: &[u32], end: Option<FinishReason>) -> (Vec<TokenOutput>, Vec<EndedHere>) {
     let mut outputs = Outputs::new(Some(text()));
     let (sink, messages) = sink();
     outputs.register(Registration::new(request, sink));
     let mut ended = Vec::new();
-    let num = characters.chars().count();
-    for (index, character) in characters.chars().enumerate() {
-        let is_last = index + 1 == num;
-        outputs.take(token(request, id(character), end.filter(|_| is_last), index as u32 + 1));
+    for (index, &id) in ids.iter().enumerate() {
+        let is_last = index + 1 == ids.len();
+        outputs.take(token(request, id, end.filter(|_| is_last), index as u32 + 1));
         ended.extend(outputs.deliver());
     }
     let messages = messages.lock().expect("whole").clone();
@@ -93,6 +99,34 @@ fn stop_text_over_several_tokens_cuts_text_and_ids_at_one_place() {
         let include = StopRules { include_stop_str_in_output: true, ..request.stop.clone() };
         let (outputs, _) = feed(&Request { stop: include, ..request }, "one stop here!", None);
         assert_whole(&outputs, "one stop here", 13, Some("stop here"));
+    }
+}
+
+proptest::proptest! {
+    /// Special tokens have no text, a cut character's bytes share theirs: streamed or not,
+    /// wherever the stop text falls, the same text and ids come, and never a failure.
+    #[test]
+    fn stop_text_among_tokens_without_text_cuts_streams_and_wholes_alike(
+        ids in proptest::collection::vec(proptest::sample::select(vec![id('a'), id('b'), EOS, FIRST_OF_TWO_BYTES]), 1..12),
+        stop in proptest::sample::select(vec!["a", "ab", "bb"]),
+        include in proptest::bool::ANY,
+    ) {
+        let run = |stream| {
+            let request = with_stop(&[stop], stream);
+            let rules = StopRules { include_stop_str_in_output: include, ..request.stop.clone() };
+            let (outputs, _) = feed_ids(&Request { stop: rules, ..request }, &ids, Some(FinishReason::Length));
+            let text: String = outputs.iter().map(|output| output.text.as_str()).collect();
+            let given: Vec<u32> = outputs.iter().flat_map(|output| output.token_ids.clone()).collect();
+            let scored = outputs.iter().map(|output| output.logprobs.len()).sum::<usize>();
+            let finish = outputs.last().and_then(|output| output.finish.clone()).expect("the last one says how it ended");
+            (text, given, scored, finish.reason)
+        };
+        let (whole, streamed) = (run(false), run(true));
+        proptest::prop_assert_eq!(&whole, &streamed);
+        let (text, given, scored, _) = whole;
+        proptest::prop_assert_eq!(given.len(), scored);
+        proptest::prop_assert!(ids.starts_with(&given));
+        proptest::prop_assert!(include || !text.contains(stop), "{}", text);
     }
 }
 

@@ -140,6 +140,24 @@ fn wrong_shape_and_leftover_tensor_are_named() {
 }
 
 #[test]
+fn sizes_that_cannot_be_are_named() {
+    for (key, value) in [
+        ("num_attention_heads", 0u64),
+        ("num_key_value_heads", 0),
+        ("hidden_size", 0),
+        ("num_hidden_layers", 0),
+        ("intermediate_size", 1 << 40),
+        ("max_position_embeddings", 0),
+    ] {
+        let with = folder(&llama(), |config, _| {
+            config[key] = json!(value);
+            config.as_object_mut().expect("an object").remove("head_dim");
+        });
+        refused(with.path(), &[key, &value.to_string()]);
+    }
+}
+
+#[test]
 fn what_is_not_built_is_refused_by_name() {
     let with = |key: &str, value: Value| folder(&llama(), |config, _| config[key] = value);
     refused(with("architectures", json!(["FooForCausalLM"])).path(), &["FooForCausalLM", "Qwen3ForCausalLM"]);

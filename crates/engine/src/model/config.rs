@@ -12,6 +12,9 @@ use crate::model::rope::Rope;
 /// The architectures that are built.
 pub const ARCHITECTURES: [&str; 3] = ["Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"];
 
+/// Largest size of anything; what is above is damage.
+const SIZE_MAX: usize = 1 << 24;
+
 /// A dense decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
@@ -95,8 +98,8 @@ impl ModelConfig {
         let hidden = fields.size("hidden_size")?;
         let heads = fields.size("num_attention_heads")?;
         let kv_heads = fields.size_or("num_key_value_heads", heads)?;
-        let head_dim = fields.size_or("head_dim", hidden / heads)?;
-        let max_position = fields.size_or("max_position_embeddings", 32768)? as u32;
+        let head_dim = fields.size_or("head_dim", hidden.checked_div(heads).unwrap_or(0))?;
+        let max_position = u32::try_from(fields.size_or("max_position_embeddings", 32768)?).unwrap_or(u32::MAX);
         let (layers, ropes) = layers_of(&fields, architecture, max_position)?;
         let scalar = match architecture {
             Architecture::Gemma3 => fields.number("query_pre_attn_scalar")?.unwrap_or(256.0),
@@ -179,7 +182,7 @@ impl ModelConfig {
             kv_heads: number("attention.head_count_kv").map_or(heads, |v| v as usize),
             head_dim,
             vocab_rows: embedding.dims.get(1).copied().unwrap_or(0) as usize,
-            max_position: size("context_length")? as u32,
+            max_position: u32::try_from(size("context_length")?).unwrap_or(u32::MAX),
             norm_eps: number("attention.layer_norm_rms_epsilon").unwrap_or(1e-6) as f32,
             attention_scale: (1.0 / (scalar as f64).sqrt()) as f32,
             tied: Some(gguf.tensor("output.weight").is_none()),
@@ -200,13 +203,20 @@ impl ModelConfig {
     /// Sizes that the kernels can take, and that agree with each other.
     fn checked(self) -> Result<Self, ConfigError> {
         let wrong = |what: String| Err(ConfigError::Wrong(what));
-        let sizes =
-            [self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.vocab_rows, self.layers.len()];
-        if sizes.contains(&0) || sizes.iter().any(|&size| size > 1 << 24) || self.max_position == 0 {
-            return wrong(format!(
-                "a size is 0 or beyond reason: {sizes:?}, max_position_embeddings {}",
-                self.max_position
-            ));
+        let sizes = [
+            ("hidden_size", self.hidden),
+            ("intermediate_size", self.ffn),
+            ("num_attention_heads", self.heads),
+            ("num_key_value_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("vocab_size", self.vocab_rows),
+            ("num_hidden_layers", self.layers.len()),
+        ];
+        if let Some((key, size)) = sizes.into_iter().find(|(_, size)| !(1..=SIZE_MAX).contains(size)) {
+            return wrong(format!("{key} is {size}, which is not within 1…{SIZE_MAX}"));
+        }
+        if self.max_position == 0 {
+            return wrong("max_position_embeddings is 0".to_owned());
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return wrong(format!("{} query heads do not share {} key-value heads evenly", self.heads, self.kv_heads));

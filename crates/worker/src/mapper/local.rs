@@ -95,14 +95,14 @@ fn requests(
     let keeps_prompt = params.return_token_ids || (params.echo && params.logprobs.is_some());
     let mut requests = Vec::with_capacity(prompts.len() * params.n as usize);
     let mut choices = Vec::with_capacity(requests.capacity());
-    for prompt in prompts {
+    for (prompt_index, prompt) in (0u32..).zip(prompts) {
         let num_prompt = u32::try_from(prompt.ids.len()).unwrap_or(u32::MAX);
         let stop = params.stop_rules(endpoint, num_prompt, limits.max_model_len)?;
         for sample in 0..params.n {
             let id = RequestId::next();
             let mut sampling = params.sampling.clone();
-            // n samples differ, and each can be had again.
-            sampling.seed = sampling.seed.wrapping_add(u64::from(sample));
+            // Samples differ, and each can be had again.
+            sampling.seed = params.seed_of(prompt_index, sample);
             let request = overnight_engine::Request {
                 id,
                 class: options.class,

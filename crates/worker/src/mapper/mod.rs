@@ -79,7 +79,7 @@ pub struct Prepared {
     pub answer: Answer,
     /// The body asks for chunks: give outputs to [`Answer::push_stream`].
     pub stream: bool,
-    /// The seed that the samples depend on; `None` when a remote engine draws it.
+    /// The seed that the samples depend on and the first one has; `None` when a remote engine draws it.
     pub seed_used: Option<u64>,
 }
 

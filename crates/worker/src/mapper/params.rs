@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use overnight_engine::request::{SamplingParams, StopRules};
+use overnight_engine::sampler::choice_seed;
 use overnight_types::Endpoint;
 use serde::Deserialize;
 
@@ -25,6 +26,8 @@ const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 pub(super) struct Params {
     /// With the seed of the first sample.
     pub(super) sampling: SamplingParams,
+    /// The body names a seed.
+    pub(super) is_seeded: bool,
     /// `max_tokens` is set by [`Params::stop_rules`].
     stop: StopRules,
     max_tokens: Option<u32>,
@@ -71,8 +74,10 @@ impl Params {
         }
         let (max_tokens, max_name) = max_tokens(fields)?;
         let (stream, include_usage) = stream(fields)?;
+        let seed = seed(fields)?;
         let params = Self {
-            sampling: sampling(fields, limits, seed(fields)?.unwrap_or(default_seed))?,
+            sampling: sampling(fields, limits, seed.unwrap_or(default_seed))?,
+            is_seeded: seed.is_some(),
             stop: stop_rules(fields, limits)?,
             max_tokens,
             n,
@@ -112,9 +117,15 @@ impl Params {
         [self.prompt_logprobs, echoed, scored].into_iter().flatten().max()
     }
 
-    /// Stop rules for a prompt of this length.
-    /// Refuses a prompt that fills the context, and a `max_tokens` that was asked for and
-    /// does not fit; a default is cut to what fits.
+    /// The seed of a sample. With a seed in the body, each prompt gives what it gives alone;
+    /// without one, equal prompts differ too.
+    pub(super) fn seed_of(&self, prompt: u32, sample: u32) -> u64 {
+        let index = if self.is_seeded { sample } else { prompt * self.n + sample };
+        choice_seed(self.sampling.seed, index)
+    }
+
+    /// Stop rules for a prompt of this length. Refuses a prompt that fills the context;
+    /// `max_tokens` is cut to what fits, and the output then ends with `length`.
     pub(super) fn stop_rules(
         &self,
         endpoint: Endpoint,
@@ -125,22 +136,17 @@ impl Params {
             Endpoint::ChatCompletions => ("messages", "the chat"),
             Endpoint::Completions => ("prompt", "the prompt"),
         };
-        let too_long = |message: String| Err(Refusal::field(param, message).with_code("context_length_exceeded"));
-        let wanted = u64::from(num_prompt) + u64::from(self.max_tokens.unwrap_or(1));
-        if num_prompt >= max_model_len && wanted > u64::from(max_model_len) {
-            return too_long(format!(
+        // A prompt that is only scored may fill the context.
+        let wanted = u64::from(num_prompt) + u64::from(self.max_tokens.unwrap_or(1).min(1));
+        if wanted > u64::from(max_model_len) {
+            let message = format!(
                 "{what} has {num_prompt} tokens, which leaves no room for output in max_model_len = {max_model_len}"
-            ));
+            );
+            return Err(Refusal::field(param, message).with_code("context_length_exceeded"));
         }
         let room = max_model_len - num_prompt;
         let max_tokens = match self.max_tokens {
-            Some(max) if max > room => {
-                return too_long(format!(
-                    "{what} has {num_prompt} tokens and max_tokens = {max}: together {} are above max_model_len = {max_model_len}",
-                    u64::from(num_prompt) + u64::from(max)
-                ));
-            }
-            Some(max) => max,
+            Some(max) => max.min(room),
             None if endpoint == Endpoint::Completions => room.min(COMPLETION_TOKENS_DEFAULT.max(self.stop.min_tokens)),
             None => room,
         };

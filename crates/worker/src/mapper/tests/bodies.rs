@@ -14,7 +14,7 @@ fn empty_prompts_fail_by_themselves_with_a_named_error() {
     assert!(completion(json!({"prompt": "a"})).is_ok(), "the next one is served");
 }
 
-// Field report 3: vllm#904. A default is cut to what is left, a wish that does not fit is refused.
+// Field report 3: vllm#904. Output is cut to what the context has left; a prompt that fills it is refused.
 #[test]
 fn context_is_kept_by_the_stated_rule() {
     let of_length = |len: usize| "a".repeat(len - 1);
@@ -23,18 +23,24 @@ fn context_is_kept_by_the_stated_rule() {
     let refusal = completion(json!({"prompt": of_length(70)})).unwrap_err();
     assert_eq!(refusal.error.code.as_deref(), Some("context_length_exceeded"));
     assert!(refusal.error.message.contains("70") && refusal.error.message.contains("64"), "{refusal:?}");
-    let refusal = completion(json!({"prompt": of_length(60), "max_tokens": 5})).unwrap_err();
-    assert_eq!(refusal.error.code.as_deref(), Some("context_length_exceeded"));
-    assert!(refusal.error.message.contains("together 65"), "{refusal:?}");
 
+    // The rule: what does not fit any more is cut off, and the output ends with `length`.
     let max_tokens = |prepared: Prepared| tokens(&prepared.requests[0]).stop.max_tokens;
+    assert_eq!(max_tokens(completion(json!({"prompt": of_length(60), "max_tokens": 5})).unwrap()), 4);
+    assert_eq!(max_tokens(completion(json!({"prompt": of_length(2), "max_tokens": 3_000_000_000u64})).unwrap()), 62);
     assert_eq!(max_tokens(completion(json!({"prompt": of_length(60), "max_tokens": 4})).unwrap()), 4);
     assert_eq!(max_tokens(completion(json!({"prompt": of_length(60)})).unwrap()), 4);
     assert_eq!(max_tokens(completion(json!({"prompt": of_length(10)})).unwrap()), 16);
     let prepared = chat(json!({"messages": user("hi")})).unwrap();
     let num_prompt = tokens(&prepared.requests[0]).prompt.len();
     assert_eq!(max_tokens(prepared) as usize, 64 - num_prompt);
-    assert_refused(completion(json!({"prompt": "a", "max_tokens": 3_000_000_000u64})), "prompt", "3000000000");
+    let wishful = chat(json!({"messages": user("hi"), "max_completion_tokens": 4_096})).unwrap();
+    assert_eq!(max_tokens(wishful) as usize, 64 - num_prompt);
+    assert_refused(
+        completion(json!({"prompt": of_length(60), "max_tokens": 9, "min_tokens": 5})),
+        "min_tokens",
+        "4 tokens are left",
+    );
 }
 
 // Field report 4: helm#1469.
@@ -139,8 +145,19 @@ fn samples_differ_and_repeat_with_the_seed() {
         let prepared = completion(fields).unwrap();
         prepared.requests.iter().map(|request| tokens(request).sampling.seed).collect()
     };
-    assert_eq!(seeds(json!({"prompt": ["a", "b"], "n": 2, "seed": 7})), [7, 8, 7, 8]);
-    assert_eq!(seeds(json!({"prompt": "a", "n": 3})), [1_000, 1_001, 1_002]);
+    // Each prompt of a seeded body gives what it gives alone.
+    let seeded = seeds(json!({"prompt": ["a", "b"], "n": 2, "seed": 7}));
+    let alone = seeds(json!({"prompt": "b", "n": 2, "seed": 7}));
+    assert_eq!((seeded[0], &seeded[..2], &seeded[2..]), (7, &*alone, &*alone));
+    // A sweep over seeds repeats no sample of another seed.
+    let mut swept: Vec<u64> = (0..50).flat_map(|seed| seeds(json!({"prompt": "a", "n": 4, "seed": seed}))).collect();
+    swept.sort_unstable();
+    swept.dedup();
+    assert_eq!(swept.len(), 200);
+    // Without a seed, equal prompts differ too, and repeat with the drawn one.
+    let unseeded = seeds(json!({"prompt": ["a", "a"], "n": 2}));
+    assert_eq!((unseeded[0], &unseeded), (1_000, &seeds(json!({"prompt": ["a", "a"], "n": 2}))));
+    assert!((1..4).all(|index| !unseeded[..index].contains(&unseeded[index])), "{unseeded:?}");
     assert_eq!(completion(json!({"prompt": "a"})).unwrap().seed_used, Some(1_000));
     assert_eq!(completion(json!({"prompt": "a", "seed": 7})).unwrap().seed_used, Some(7));
 }

@@ -14,3 +14,4 @@ mod run;
 mod states;
 mod stops;
 mod sync_order;
+mod templates;

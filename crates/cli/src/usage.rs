@@ -52,7 +52,6 @@ const REFUSED_FLAGS: &[(&str, &str)] = &[
     ("--enable-lora", "adapters are not built"),
     ("--lora-modules", "adapters are not built"),
     ("--speculative-config", "speculative decoding is not built"),
-    ("--chat-template", "the model's own chat template is used"),
     ("--scheduling-policy", "items run in the order of priority, deadline and age; `batch submit --priority` sets it"),
     ("--async-scheduling", "the scheduler always works ahead"),
     ("--uds", "only TCP is served"),

@@ -84,7 +84,7 @@ pub(crate) async fn run(args: RunArgs, app: &App) -> Result {
         return Err(Failure::usage("--json and the answers do not share stdout").hint("write them with -o PATH"));
     }
     let mut stops = Stops::listen()?;
-    let mut settings = args.engine.settings();
+    let mut settings = args.engine.settings()?;
     if app.globals.verbose == 0 {
         // The log of a run is for whoever asks for it; progress and summary say the rest.
         // Under --json stderr holds an error object or nothing.
@@ -164,12 +164,16 @@ async fn identity(input: &Input, endpoint: Endpoint, args: &RunArgs, config: &cr
     });
     let hash = hashing.await.map_err(|err| Failure::from_error("hash the input", &err))??;
     let output = std::path::absolute(&args.output_file)?;
-    let whole = json!({
+    let mut whole = json!({
         "input": hex(&hash.finalize()), "endpoint": endpoint.as_str(), "model": config.engine.source.model,
         "overrides": {"seed": config.engine.local.seed, "served": config.engine.source.served_model_name,
             "load_format": format!("{:?}", config.engine.source.load_format)},
         "output": output.to_string_lossy(),
     });
+    // Only when there is one, so that runs without keep their identity.
+    if let Some(template) = engine::chat_template(config)? {
+        whole["overrides"]["chat_template"] = hex(&Sha256::digest(template.as_bytes())).into();
+    }
     Ok(hex(&Sha256::digest(whole.to_string().as_bytes())))
 }
 

@@ -54,7 +54,7 @@ pub(crate) struct ServeArgs {
 
 impl ServeArgs {
     fn settings(&self, app: &App) -> Result<Vec<Setting>> {
-        let mut settings = self.engine.settings();
+        let mut settings = self.engine.settings()?;
         settings.extend(self.host.as_deref().map(|host| Setting::flag("--host", "api.host", host)));
         settings.extend(self.port.map(|port| Setting::flag("--port", "api.port", port)));
         settings

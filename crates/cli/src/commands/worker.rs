@@ -26,7 +26,7 @@ pub(crate) struct WorkerArgs {
 
 pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
     let mut stops = Stops::listen()?;
-    let mut settings = args.engine.settings();
+    let mut settings = args.engine.settings()?;
     settings.extend(args.stats_interval.map(|every| Setting::flag("--stats-interval", "log.stats_interval_s", every)));
     let config = Loaded::read(&app.globals, settings)?.config;
     engine::check(&config)?;

@@ -49,6 +49,8 @@ pub(crate) struct EngineSource {
     /// Names that requests may use; empty: the model's name as given.
     pub(crate) served_model_name: Vec<String>,
     pub(crate) load_format: LoadFormat,
+    /// For kind `local`: a Jinja file that replaces the model's own chat template.
+    pub(crate) chat_template: Option<PathBuf>,
     /// For kind `openai`.
     pub(crate) base_urls: Vec<String>,
     /// For kind `openai`.
@@ -60,7 +62,7 @@ pub(crate) struct EngineSource {
 impl EngineSource {
     /// Its keys within `[engine]`; a test holds them to the fields.
     pub(crate) const KEYS: &'static [&'static str] =
-        &["kind", "model", "served_model_name", "load_format", "base_urls", "api_key", "api_key_file"];
+        &["kind", "model", "served_model_name", "load_format", "chat_template", "base_urls", "api_key", "api_key_file"];
 }
 
 /// `[engine]`.
@@ -206,6 +208,9 @@ pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     }
     if source.kind != EngineKind::Openai && !source.base_urls.is_empty() {
         found.push(("engine.base_urls", "is read only with engine.kind = \"openai\"".to_owned()));
+    }
+    if source.kind != EngineKind::Local && source.chat_template.is_some() {
+        found.push(("engine.chat_template", "is read only with engine.kind = \"local\"".to_owned()));
     }
     if source.base_urls.iter().any(|url| !(url.starts_with("http://") || url.starts_with("https://"))) {
         found.push(("engine.base_urls", "every address must start with http:// or https://".to_owned()));

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use async_trait::async_trait;
 use overnight_engine::load::{LoadFormat, ModelSource, load};
+use overnight_engine::text::Text;
 use overnight_engine::{Engine, EngineConfig, EngineHandle, RequestId};
 use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request};
 use overnight_worker::instant::InstantGenerate;
@@ -54,11 +55,12 @@ pub(crate) struct Started {
 }
 
 /// Checks before anything is opened that there is an engine to start: the model is
-/// named and here.
+/// named and here, and so is the chat template.
 pub(crate) fn check(config: &Config) -> Result {
     check_seed(config)?;
     if config.engine.source.kind == EngineKind::Local {
         model(config)?;
+        chat_template(config)?;
     }
     Ok(())
 }
@@ -76,6 +78,18 @@ pub(crate) fn check_seed(config: &Config) -> Result {
     ))
     .code("flag_not_supported")
     .hint("put `seed` into the requests (`batch prepare --param seed=N`), or add --load-format dummy"))
+}
+
+/// The template of `engine.chat_template`; `None` for the model's own.
+pub(crate) fn chat_template(config: &Config) -> Result<Option<String>> {
+    let Some(path) = &config.engine.source.chat_template else { return Ok(None) };
+    let wrong = |what: String| {
+        Failure::usage(format!("could not use engine.chat_template {}: {what}", path.display()))
+            .hint("it takes a file with a Jinja template, as a model's chat_template.jinja")
+    };
+    let source = std::fs::read_to_string(path).map_err(|err| wrong(err.to_string()))?;
+    Text::check_chat_template(&source).map_err(|err| wrong(err.to_string()))?;
+    Ok(Some(source))
 }
 
 fn model(config: &Config) -> Result<models::Found> {
@@ -104,6 +118,7 @@ pub(crate) fn start(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
 
 fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     let found = model(config)?;
+    let template = chat_template(config)?;
     stage(&format!("loading {}", found.path.display()));
     // A model that takes long, for tests of what happens meanwhile.
     fail::fail_point!("service::model_loading");
@@ -116,7 +131,14 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     stage("starting the engine");
     let vocab_size = loaded.forward.shape().vocab_size;
     let architecture = loaded.forward.shape().architecture.clone();
-    let text = loaded.text;
+    let text = match template {
+        None => loaded.text,
+        Some(template) => {
+            let text = Arc::into_inner(loaded.text).expect("nobody else has the text of a model just loaded");
+            let text = text.with_chat_template(template);
+            Arc::new(text.map_err(|err| Failure::from_error("use engine.chat_template", &err))?)
+        }
+    };
     let handle =
         Engine::start(loaded.forward, Some(text.clone()), &config.engine.local).map_err(fail("start the engine on"))?;
     let names = served_names(config);

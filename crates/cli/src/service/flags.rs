@@ -1,8 +1,11 @@
 //! The engine's flags, with the names that operators know, as settings.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
-use crate::config::Setting;
+use crate::config::{Setting, path_text};
+use crate::error::Result;
 use crate::output::human;
 
 /// Flags of `serve`, `worker`, `run` and `bench throughput`.
@@ -18,6 +21,9 @@ pub(crate) struct EngineFlags {
     /// auto, safetensors, gguf, or dummy (random weights, for speed work)
     #[arg(long, value_name = "FORMAT")]
     pub(crate) load_format: Option<String>,
+    /// A Jinja file to render chats with [default: the model's own template]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chat_template: Option<PathBuf>,
     /// Longest prompt plus output, tokens [default: the model's own]
     #[arg(long, value_parser = human::parse_count)]
     pub(crate) max_model_len: Option<u64>,
@@ -55,7 +61,7 @@ pub(crate) struct EngineFlags {
 
 impl EngineFlags {
     /// Those that were given.
-    pub(crate) fn settings(&self) -> Vec<Setting> {
+    pub(crate) fn settings(&self) -> Result<Vec<Setting>> {
         let mut settings = Vec::new();
         if let Some(model) = &self.model {
             settings.push(Setting::flag("--model", "engine.model", model.as_str()));
@@ -69,6 +75,9 @@ impl EngineFlags {
         }
         if let Some(format) = &self.load_format {
             settings.push(Setting::flag("--load-format", "engine.load_format", format.as_str()));
+        }
+        if let Some(path) = &self.chat_template {
+            settings.push(Setting::flag("--chat-template", "engine.chat_template", path_text(path)?));
         }
         let numbers = [
             ("--max-model-len", "engine.max_model_len", self.max_model_len),
@@ -90,6 +99,6 @@ impl EngineFlags {
         if self.no_enable_prefix_caching {
             settings.push(Setting::flag("--no-enable-prefix-caching", "engine.enable_prefix_caching", false));
         }
-        settings
+        Ok(settings)
     }
 }

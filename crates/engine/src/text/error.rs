@@ -44,7 +44,9 @@ pub enum TextError {
 #[non_exhaustive]
 pub enum TemplateError {
     /// The model came without a template.
-    #[error("the model has no chat template: send a rendered prompt to /v1/completions, or start with --chat-template")]
+    #[error(
+        "the model has no chat template: send a rendered prompt to /v1/completions, or start with --chat-template FILE"
+    )]
     Missing,
     /// The template does not parse.
     #[error("the chat template does not parse: {0}")]

@@ -98,6 +98,11 @@ impl Text {
         vocabulary::load(gguf)
     }
 
+    /// Whether a chat template parses; for a check before a model is loaded.
+    pub fn check_chat_template(source: &str) -> Result<(), TemplateError> {
+        Template::parse(source.to_owned()).map(drop)
+    }
+
     /// Replaces the model's chat template. Errors when it does not parse.
     pub fn with_chat_template(mut self, source: String) -> Result<Text, TemplateError> {
         self.template = Some(Template::parse(source)?);

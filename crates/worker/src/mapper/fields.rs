@@ -123,7 +123,7 @@ const FIELDS: &[(&str, At, Treatment)] = &[
     ("reasoning_effort", Chat, Only(&[], "is not supported; templates that know it take it in chat_template_kwargs")),
     ("thinking_token_budget", Both, Only(&[], NOT_BUILT)),
     ("documents", Chat, Only(&["[]"], NOT_BUILT)),
-    ("chat_template", Chat, Only(&[], "is not supported in a request; start with --chat-template")),
+    ("chat_template", Chat, Only(&[], "is not supported in a request; start with --chat-template FILE")),
     ("return_prompt_text", Chat, Only(&["false"], NOT_BUILT)),
     ("kv_transfer_params", Both, Only(&["{}"], NOT_BUILT)),
     ("vllm_xargs", Both, Only(&["{}"], NOT_BUILT)),

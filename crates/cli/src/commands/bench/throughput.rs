@@ -38,7 +38,7 @@ pub(crate) struct ThroughputArgs {
 }
 
 pub(crate) async fn run(args: ThroughputArgs, app: &App) -> Result {
-    let config = Loaded::read(&app.globals, args.engine.settings())?.config;
+    let config = Loaded::read(&app.globals, args.engine.settings()?)?.config;
     engine::check(&config)?;
     let (to_load, ui) = (config.clone(), app.ui.clone());
     let started = tokio::task::spawn_blocking(move || engine::start(&to_load, |text| ui.say(text)))

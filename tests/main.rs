@@ -3,6 +3,7 @@
 //! `boundaries` keeps the arrows between crates; the rest start the real `batch`.
 
 mod boundaries;
+mod breakdown;
 mod clients;
 mod crash_points;
 mod full_disk;

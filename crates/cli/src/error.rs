@@ -27,6 +27,8 @@ pub(crate) enum Exit {
     Unreachable = 7,
     /// The job failed, expired or was cancelled.
     JobFailed = 8,
+    /// The engine broke down and could not be built anew.
+    EngineBroken = 9,
     /// Waited until the time limit.
     TimedOut = 124,
     /// Interrupted by Ctrl-C.
@@ -48,6 +50,7 @@ impl Exit {
         (Exit::InvalidInput, "input invalid"),
         (Exit::Unreachable, "server not reachable"),
         (Exit::JobFailed, "the batch failed, expired or was cancelled (only with --exit-status or --wait)"),
+        (Exit::EngineBroken, "the engine broke down and could not be built anew; finished work is kept, start again"),
         (Exit::TimedOut, "waited until the time limit"),
         (Exit::Interrupted, "interrupted; the batch goes on on the server, and the command says so"),
     ];
@@ -64,6 +67,7 @@ impl Exit {
             Exit::InvalidInput => "invalid_input",
             Exit::Unreachable => "server_unreachable",
             Exit::JobFailed => "batch_not_completed",
+            Exit::EngineBroken => "engine_broken",
             Exit::TimedOut => "timed_out",
             Exit::Interrupted => "interrupted",
         }

@@ -446,6 +446,8 @@ impl EngineThread {
                 continue;
             }
             let started = Instant::now();
+            // Where tests break it down.
+            fail::fail_point!("engine::step");
             let step = self.engine.step()?;
             self.note(&step, started);
             for output in step.outputs {

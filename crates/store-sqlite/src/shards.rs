@@ -88,13 +88,18 @@ impl Shards for SqliteStore {
         }
         let mut write = self.write(doing).await?;
         let released = sqlx::query(
-            "update shards set state = 'ready', owner = null, lease_until = null, not_before = ?4
+            "update shards set state = 'ready', owner = null, lease_until = null, not_before = ?4,
+                crashes = crashes + (?5 and not exists (select 1 from segments g
+                    where g.job_id = shards.job_id and g.shard_index = shards.shard_index
+                        and g.seq = shards.next_seq - 1 and g.epoch = shards.epoch)),
+                probe_deaths = probe_deaths + (?5 and coalesce(probe_epoch = epoch, 0))
             where job_id = ?1 and shard_index = ?2 and epoch = ?3 and state = 'leased'",
         )
         .bind(key(shard.job.uuid()))
         .bind(shard.shard.0)
         .bind(int(shard.epoch.0))
         .bind(after(write.now, delay))
+        .bind(why == AttemptEnd::Lost)
         .execute(&mut *write)
         .await
         .map_err(failed(doing))?

@@ -16,7 +16,7 @@ pub enum AttemptEnd {
     Waiting,
     /// Given back: trouble that is not the items' (engine, store, disk).
     Trouble,
-    /// The lease ran out, or its worker was found dead.
+    /// The lease ran out, its worker was found dead, or the worker's engine broke down.
     Lost,
     /// Taken back by finalize, expiry or a re-opening.
     Fenced,

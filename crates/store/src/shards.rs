@@ -209,7 +209,9 @@ pub trait Shards {
         faults: &[NewFault],
     ) -> Result<Guarded<ShardState, ()>, Error>;
 
-    /// Gives a lease back. The shard is claimable after `delay`. Not counted as a crash.
+    /// Gives a lease back. The shard is claimable after `delay`. Not counted as a crash,
+    /// except with `Lost`: what ran the items died under the lease, which then counts as
+    /// one that ran out.
     async fn release_shard_if_leased(
         &self,
         key: ShardKey,

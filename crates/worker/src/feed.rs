@@ -89,6 +89,8 @@ pub(crate) struct OpenLease {
     pub(crate) open: OpenShard,
     pub(crate) recipe: Arc<Recipe>,
     pub(crate) input: FileId,
+    /// How often the engine had broken down when the shard was opened.
+    breakdowns_before: u32,
     /// Whether its items run one at a time, and the item that ran alone before: (bit, deaths).
     pub(crate) suspicion: (bool, Option<(u32, u32)>),
     pub(crate) next_seq: u32,
@@ -130,6 +132,7 @@ pub(crate) struct OpenLeaseParts {
 impl OpenLease {
     pub(crate) fn new(parts: OpenLeaseParts) -> Self {
         let (sender, outputs) = mpsc::unbounded_channel();
+        let breakdowns_before = parts.shared.num_breakdowns();
         let shard = parts.shard;
         let probe = shard.probe_item.and_then(|item| u32::try_from(item.0.checked_sub(shard.cut.first_item.0)?).ok());
         let is_suspect = probe.is_some() || shard.crashes >= parts.crashes_max;
@@ -142,6 +145,7 @@ impl OpenLease {
             open: parts.open,
             recipe: parts.recipe,
             input: parts.input,
+            breakdowns_before,
             suspicion: (is_suspect, probe.map(|bit| (bit, shard.probe_deaths))),
             next_seq: shard.next_seq,
             done: shard.done,
@@ -160,6 +164,11 @@ impl OpenLease {
             waiting: BinaryHeap::new(),
             num_pieces: 0,
         }
+    }
+
+    /// Whether the engine broke down while this lease was held.
+    pub(crate) fn has_engine_broken(&self) -> bool {
+        self.shared.num_breakdowns() > self.breakdowns_before
     }
 
     /// Takes the lines of undone items, and what is known of their failed tries.

@@ -172,4 +172,12 @@ pub trait Generate: std::fmt::Debug + Send + Sync + 'static {
 
     /// Where it stands.
     fn status(&self) -> EngineStatus;
+
+    /// How often the engine broke down under its requests since the start. A lease under
+    /// which that happens counts as a crash, as the worker's own death would. An engine in
+    /// another process never counts: whatever becomes of it, it is not this worker's work
+    /// that is suspect.
+    fn num_breakdowns(&self) -> u32 {
+        0
+    }
 }

@@ -110,6 +110,10 @@ impl Generate for LocalEngine {
             prompt_tokens: status.prompt_tokens,
         }
     }
+
+    fn num_breakdowns(&self) -> u32 {
+        u32::from(matches!(self.handle.status().state, overnight_engine::EngineState::Poisoned(_)))
+    }
 }
 
 fn output_of(event: Event) -> Output {
@@ -268,6 +272,7 @@ mod tests {
         let endless = tokens(&[0], 1 << 19);
         local.submit(vec![endless.clone()], sender).await.expect("it takes requests");
         assert_eq!(local.status().state, EngineState::Ready);
+        assert_eq!(local.num_breakdowns(), 0);
         local.cancel(&[endless.id]);
         assert_eq!(failure(&all(receiver).await, endless.id), &Failure::Cancelled);
     }
@@ -284,6 +289,7 @@ mod tests {
             assert!(matches!(failure(&outputs, request.id), Failure::EngineTrouble { .. }));
         }
         assert!(matches!(local.status().state, EngineState::Poisoned(_)));
+        assert_eq!(local.num_breakdowns(), 1);
         let (sender, _) = mpsc::unbounded_channel();
         assert!(local.submit(vec![tokens(&[0], 1)], sender).await.is_err());
     }

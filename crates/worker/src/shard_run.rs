@@ -373,6 +373,11 @@ impl OpenLease {
             Ok(End::Done) => return self.forget_job(),
             Ok(End::Waiting(delay)) => (delay, AttemptEnd::Waiting),
             Ok(End::Released) | Err(Stop::HandBack) => (Duration::ZERO, AttemptEnd::Released),
+            Err(Stop::Trouble(what)) if self.has_engine_broken() => {
+                // It may be an item of this shard that breaks the engine; claims wait until it is built anew.
+                tracing::warn!(job.id = %job, shard.index = self.key.shard.0, "gave a shard back, the engine broke down: {what}");
+                (Duration::ZERO, AttemptEnd::Lost)
+            }
             Err(Stop::Trouble(what)) => {
                 let delay = self.shared.troubles.next_delay();
                 let delay_s = delay.as_secs_f32();

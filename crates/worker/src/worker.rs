@@ -93,6 +93,11 @@ impl Shared {
         (!models.iter().any(|model| model == "*")).then_some(models)
     }
 
+    /// How often the engine has broken down since the start.
+    pub(crate) fn num_breakdowns(&self) -> u32 {
+        self.generate.as_ref().map_or(0, |generate| generate.num_breakdowns())
+    }
+
     /// Longest wait of a finished outcome.
     pub(crate) fn checkpoint_every(&self) -> Duration {
         match self.blobs.is_local() {

@@ -28,6 +28,7 @@ use crate::error::{Exit, Failure, Result};
 use crate::output::{Ui, human};
 use crate::progress::{Counts, Display, Rate, line};
 use crate::service::flags::EngineFlags;
+use crate::service::late::{self, LateEngine};
 use crate::service::{Place, Stops, clean_up, engine};
 use crate::validation::{self, Input};
 use crate::{batches, logging};
@@ -307,10 +308,15 @@ async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &A
             std::process::exit(Exit::Interrupted as i32);
         }
     };
-    let worker = place.start_worker(config, Some((started.generate, started.mapper, started.producer))).await?;
+    let late = LateEngine::new(engine::served_names(config));
+    late.set(&started);
+    // The stand-in alone holds the engine, so that a broken one frees its memory.
+    drop((started.generate, started.handle));
+    let worker = place.start_worker(config, Some((late.clone(), started.mapper, started.producer))).await?;
     let mut display = Display::new(&app.ui);
     let ended = tokio::select! {
         ended = until_ended(place, job, &mut display, app.globals.timeout) => ended,
+        failure = late::keep(config, &late) => Err(failure),
         name = stops.next() => Err(Failure::new(Exit::Interrupted, name.to_owned())),
     };
     display.clear();

@@ -22,8 +22,9 @@ use crate::App;
 use crate::config::{Config, Loaded, Setting};
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
-use crate::service::engine::{self, LateEngine, Started};
+use crate::service::engine::{self, Started};
 use crate::service::flags::EngineFlags;
+use crate::service::late::{self, LateEngine};
 use crate::service::{Place, Stops, clean_up, stats};
 use crate::{host, logging};
 
@@ -177,7 +178,9 @@ impl Server {
             }
         }
         if ended.is_ok() {
+            let late = self.late.clone();
             tokio::select! {
+                failure = given_up(config, late.as_ref()) => ended = Err(failure),
                 name = stops.next() => tracing::info!("{name}: draining for up to {}", human::duration(config.worker.shutdown_grace)),
                 stopped = &mut self.api => {
                     let reason = match stopped { Ok(Ok(())) => "it ended".to_owned(), Ok(Err(err)) => err.to_string(), Err(err) => err.to_string() };
@@ -195,19 +198,20 @@ impl Server {
         &self,
         config: &Config,
         place: &Place,
-        late: &LateEngine,
+        late: &Arc<LateEngine>,
         started: Started,
         stop_stats: &CancellationToken,
     ) -> Result<WorkerHandle> {
         // The mapper first: whoever sees a ready engine finds it.
         let _ = self.mapper.set(started.mapper.clone());
-        late.set(started.generate.clone());
-        let engine = (started.generate.clone(), started.mapper, started.producer.clone());
+        late.set(&started);
+        let generate: Arc<dyn Generate> = late.clone();
+        let engine = (generate, started.mapper, started.producer.clone());
         let worker = place.start_worker(config, Some(engine)).await?;
         tracing::info!("ready: {}, models {}", started.producer, engine::served_names(config).join(", "));
         if config.log.stats_interval_s > 0 {
             let every = Duration::from_secs(config.log.stats_interval_s);
-            tokio::spawn(stats::log(started.generate, started.handle, place.shared_store(), every, stop_stats.clone()));
+            tokio::spawn(stats::log(late.clone(), place.shared_store(), every, stop_stats.clone()));
         }
         Ok(worker)
     }
@@ -227,6 +231,14 @@ impl Server {
             let _ = (&mut self.api).await;
         }
         tracing::info!("stopped; nothing that was finished is lost");
+    }
+}
+
+/// Keeps the engine going, where there is one; ends when that is given up.
+async fn given_up(config: &Config, late: Option<&Arc<LateEngine>>) -> Failure {
+    match late {
+        Some(late) => late::keep(config, late).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -12,6 +12,7 @@ use crate::error::{Failure, Result};
 use crate::logging;
 use crate::output::human;
 use crate::service::flags::EngineFlags;
+use crate::service::late::{self, LateEngine};
 use crate::service::{Place, Stops, clean_up, engine, stats};
 
 /// Arguments of `batch worker`.
@@ -43,20 +44,28 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
             std::process::exit(0);
         }
     };
-    let worker =
-        place.start_worker(&config, Some((started.generate.clone(), started.mapper, started.producer.clone()))).await?;
+    let late = LateEngine::new(engine::served_names(&config));
+    late.set(&started);
+    let worker = place.start_worker(&config, Some((late.clone(), started.mapper, started.producer.clone()))).await?;
     tracing::info!("ready: {} as {}", started.producer, worker.id());
     let stop_stats = CancellationToken::new();
     if config.log.stats_interval_s > 0 {
         let every = Duration::from_secs(config.log.stats_interval_s);
-        tokio::spawn(stats::log(started.generate, started.handle, place.shared_store(), every, stop_stats.clone()));
+        tokio::spawn(stats::log(late.clone(), place.shared_store(), every, stop_stats.clone()));
     }
     let grace = config.worker.shutdown_grace;
-    let name = stops.next().await;
-    tracing::info!("{name}: draining for up to {}", human::duration(grace));
+    // From here on only the stand-in holds the engine, so that a broken one frees its memory.
+    drop((started.generate, started.handle));
+    let ended = tokio::select! {
+        failure = late::keep(&config, &late) => Err(failure),
+        name = stops.next() => {
+            tracing::info!("{name}: draining for up to {}", human::duration(grace));
+            Ok(())
+        }
+    };
     stop_stats.cancel();
     clean_up(&mut stops, worker.shutdown(grace)).await;
     place.store.close().await;
     tracing::info!("stopped; nothing that was finished is lost");
-    Ok(())
+    ended
 }

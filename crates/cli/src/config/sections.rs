@@ -40,7 +40,7 @@ pub(crate) enum EngineKind {
 }
 
 /// The keys of `[engine]` that choose the engine; the rest is [`EngineConfig`].
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct EngineSource {
     pub(crate) kind: EngineKind,
@@ -51,6 +51,8 @@ pub(crate) struct EngineSource {
     pub(crate) load_format: LoadFormat,
     /// For kind `local`: a Jinja file that replaces the model's own chat template.
     pub(crate) chat_template: Option<PathBuf>,
+    /// For kind `local`: most times in an hour that a broken engine is built anew.
+    pub(crate) rebuilds_max: u32,
     /// For kind `openai`.
     pub(crate) base_urls: Vec<String>,
     /// For kind `openai`.
@@ -59,10 +61,35 @@ pub(crate) struct EngineSource {
     pub(crate) api_key_file: Option<PathBuf>,
 }
 
+impl Default for EngineSource {
+    fn default() -> Self {
+        Self {
+            kind: EngineKind::default(),
+            model: None,
+            served_model_name: Vec::new(),
+            load_format: LoadFormat::default(),
+            chat_template: None,
+            rebuilds_max: 10,
+            base_urls: Vec::new(),
+            api_key: None,
+            api_key_file: None,
+        }
+    }
+}
+
 impl EngineSource {
     /// Its keys within `[engine]`; a test holds them to the fields.
-    pub(crate) const KEYS: &'static [&'static str] =
-        &["kind", "model", "served_model_name", "load_format", "chat_template", "base_urls", "api_key", "api_key_file"];
+    pub(crate) const KEYS: &'static [&'static str] = &[
+        "kind",
+        "model",
+        "served_model_name",
+        "load_format",
+        "chat_template",
+        "rebuilds_max",
+        "base_urls",
+        "api_key",
+        "api_key_file",
+    ];
 }
 
 /// `[engine]`.
@@ -211,6 +238,9 @@ pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     }
     if source.kind != EngineKind::Local && source.chat_template.is_some() {
         found.push(("engine.chat_template", "is read only with engine.kind = \"local\"".to_owned()));
+    }
+    if source.rebuilds_max > 1_000 {
+        found.push(("engine.rebuilds_max", "allowed is 0 to 1000".to_owned()));
     }
     if source.base_urls.iter().any(|url| !(url.starts_with("http://") || url.starts_with("https://"))) {
         found.push(("engine.base_urls", "every address must start with http:// or https://".to_owned()));

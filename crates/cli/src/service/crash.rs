@@ -6,8 +6,10 @@
 //! file `OVERNIGHT_TEST_STOP_UNTIL` exists it stops again, so that a test can wait for
 //! a stop in which no other thread holds the database's lock.
 //! `OVERNIGHT_TEST_WITHOUT_EPOCH_GUARD=1` takes the fence out of commits, so that a
-//! test can show that it would notice.
+//! test can show that it would notice. `OVERNIGHT_TEST_BREAK_ENGINE_AT=5,40` breaks the
+//! engine down in its fifth step and in its fortieth.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use overnight_worker::failpoints;
@@ -36,7 +38,20 @@ pub(crate) fn arm() -> fail::FailScenario<'static> {
             }
         });
     });
+    if let Some(steps) = environment::text("OVERNIGHT_TEST_BREAK_ENGINE_AT") {
+        break_engine_at(steps.split(',').map(|step| step.parse().expect("steps are numbers")).collect());
+    }
     scenario
+}
+
+/// Steps are counted over all engines of the process.
+fn break_engine_at(steps: Vec<u64>) {
+    let passes = AtomicU64::new(0);
+    let act = move || {
+        let pass = passes.fetch_add(1, Ordering::SeqCst) + 1;
+        assert!(!steps.contains(&pass), "a test broke the engine in step {pass}");
+    };
+    fail::cfg_callback("engine::step", act).expect("the place takes a callback");
 }
 
 fn act_at(name: &'static str, act: impl Fn() + Send + Sync + 'static) {

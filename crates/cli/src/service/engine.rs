@@ -1,14 +1,12 @@
 //! Whatever generates, by `[engine]`: the local engine, remote servers, or the
-//! instant one. Loading takes long, so [`LateEngine`] stands in and says the stage.
+//! instant one. Loading takes long, so [`super::late::LateEngine`] stands in meanwhile.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
+use std::sync::Arc;
 
-use async_trait::async_trait;
 use overnight_engine::load::{LoadFormat, ModelSource, load};
 use overnight_engine::text::Text;
-use overnight_engine::{Engine, EngineConfig, EngineHandle, RequestId};
-use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request};
+use overnight_engine::{Engine, EngineConfig, EngineHandle};
+use overnight_worker::generate::Generate;
 use overnight_worker::instant::InstantGenerate;
 use overnight_worker::local::LocalEngine;
 use overnight_worker::mapper::{Mapper, ModelLimits};
@@ -184,66 +182,4 @@ fn remote_key(config: &Config) -> Result<Option<String>> {
         Failure::new(Exit::Usage, format!("could not read engine.api_key_file {}: {err}", path.display()))
     })?;
     Ok(Some(text.trim().to_owned()))
-}
-
-/// Stands in for an engine that is still loading.
-#[derive(Debug)]
-pub(crate) struct LateEngine {
-    models: Vec<String>,
-    started_at: Instant,
-    stage: Mutex<String>,
-    engine: OnceLock<Arc<dyn Generate>>,
-}
-
-impl LateEngine {
-    pub(crate) fn new(models: Vec<String>) -> Arc<Self> {
-        let stage = Mutex::new("waiting to load the model".to_owned());
-        Arc::new(Self { models, started_at: Instant::now(), stage, engine: OnceLock::new() })
-    }
-
-    /// What is being done, for `/health` and the log.
-    pub(crate) fn stage(&self, text: &str) {
-        tracing::info!("{text}");
-        text.clone_into(&mut self.stage.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-
-    /// From here on the engine answers.
-    pub(crate) fn set(&self, engine: Arc<dyn Generate>) {
-        // Loaded once per process; a second one would change nothing.
-        let _ = self.engine.set(engine);
-    }
-}
-
-#[async_trait]
-impl Generate for LateEngine {
-    async fn submit(&self, requests: Vec<Request>, outputs: OutputSender) -> Result<(), NotAccepting> {
-        match self.engine.get() {
-            Some(engine) => engine.submit(requests, outputs).await,
-            None => Err(NotAccepting("the model is still loading".to_owned())),
-        }
-    }
-
-    fn cancel(&self, ids: &[RequestId]) {
-        if let Some(engine) = self.engine.get() {
-            engine.cancel(ids);
-        }
-    }
-
-    fn status(&self) -> EngineStatus {
-        if let Some(engine) = self.engine.get() {
-            return engine.status();
-        }
-        let stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        EngineStatus {
-            state: EngineState::Starting(stage),
-            models: self.models.clone(),
-            num_running: 0,
-            num_waiting: 0,
-            max_num_seqs: 1,
-            kv_cache_usage: 0.0,
-            last_progress: self.started_at,
-            generation_tokens: 0,
-            prompt_tokens: 0,
-        }
-    }
 }

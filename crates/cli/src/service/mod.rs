@@ -8,6 +8,7 @@
 pub(crate) mod crash;
 pub(crate) mod engine;
 pub(crate) mod flags;
+pub(crate) mod late;
 pub(crate) mod stats;
 
 use std::path::PathBuf;

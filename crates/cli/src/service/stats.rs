@@ -4,26 +4,21 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use overnight_engine::EngineHandle;
 use overnight_store::{JobQuery, Store};
 use overnight_types::JobState;
 use overnight_worker::generate::Generate;
 use tokio_util::sync::CancellationToken;
 
+use super::late::LateEngine;
+
 /// Writes the line until `stop`; nothing on an idle engine.
-pub(crate) async fn log(
-    generate: Arc<dyn Generate>,
-    handle: Option<EngineHandle>,
-    store: Arc<dyn Store>,
-    every: Duration,
-    stop: CancellationToken,
-) {
+pub(crate) async fn log(generate: Arc<LateEngine>, store: Arc<dyn Store>, every: Duration, stop: CancellationToken) {
     let mut last = (Instant::now(), generate.status());
-    let mut prefix_before = prefix(handle.as_ref());
+    let mut prefix_before = prefix(&generate);
     let mut was_idle = true;
     while stop.run_until_cancelled(tokio::time::sleep(every)).await.is_some() {
         let now = (Instant::now(), generate.status());
-        let prefix_now = prefix(handle.as_ref());
+        let prefix_now = prefix(&generate);
         let seconds = now.0.duration_since(last.0).as_secs_f64().max(0.001);
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
         let prompt = rate(now.1.prompt_tokens, last.1.prompt_tokens);
@@ -51,8 +46,9 @@ pub(crate) async fn log(
     }
 }
 
-fn prefix(handle: Option<&EngineHandle>) -> (u64, u64) {
-    handle.map(EngineHandle::status).map_or((0, 0), |status| (status.prefix_cache_queries, status.prefix_cache_hits))
+fn prefix(generate: &LateEngine) -> (u64, u64) {
+    let status = generate.handle().map(|handle| handle.status());
+    status.map_or((0, 0), |status| (status.prefix_cache_queries, status.prefix_cache_hits))
 }
 
 /// Counts over the jobs that run; empty when the database does not answer.

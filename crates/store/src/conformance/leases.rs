@@ -88,6 +88,30 @@ pub async fn released_shard_keeps_its_outcomes(store: &dyn Store, _clock: &dyn T
     assert_eq!(ends, [None, Some(AttemptEnd::Released)]);
 }
 
+/// A lease given back because its engine died counts as one that ran out, also against
+/// the item that ran alone; one that committed before counts against nobody.
+pub async fn lease_given_back_as_lost_is_a_crash(store: &dyn Store, _clock: &dyn TestClock) {
+    let job = running_job(store, &[3]).await;
+    let give_up = async |held: &ShardLease| {
+        let answer = store.release_shard_if_leased(held.key(), Duration::ZERO, AttemptEnd::Lost).await.unwrap();
+        assert!(answer.is_applied());
+        store.find_shard(job.id, ShardIndex(0)).await.unwrap().unwrap()
+    };
+    let held = lease(store, WorkerId::new()).await;
+    let shard = give_up(&held).await;
+    assert_eq!((shard.state, shard.crashes, shard.probe_deaths), (ShardState::Ready, 1, 0));
+    let held = lease(store, WorkerId::new()).await;
+    assert!(store.set_probe_if_leased(held.key(), Some(ItemIndex(2))).await.unwrap().is_applied());
+    let shard = give_up(&held).await;
+    assert_eq!((shard.crashes, shard.probe_item, shard.probe_deaths), (2, Some(ItemIndex(2)), 1));
+    let mut held = lease(store, WorkerId::new()).await;
+    applied(commit(store, &mut held, &[0], &[]).await);
+    let shard = give_up(&held).await;
+    assert_eq!((shard.crashes, shard.probe_item, shard.probe_deaths), (0, None, 0));
+    let attempts = store.list_attempts(job.id, ShardIndex(0), 9).await.unwrap();
+    assert!(attempts.iter().all(|attempt| attempt.end == Some(AttemptEnd::Lost)), "{attempts:?}");
+}
+
 /// A release under an old epoch, or of a shard that is not leased, is lost.
 pub async fn stale_release_changes_nothing(store: &dyn Store, clock: &dyn TestClock) {
     running_job(store, &[1]).await;

@@ -119,6 +119,7 @@ macro_rules! store_conformance {
             leases::expired_lease_does_not_stay_leased,
             leases::expired_leases_are_taken_back_piece_by_piece,
             leases::released_shard_keeps_its_outcomes,
+            leases::lease_given_back_as_lost_is_a_crash,
             leases::stale_release_changes_nothing,
             leases::crashes_count_leases_without_a_commit,
             leases::leases_of_dead_workers_are_free_at_once,

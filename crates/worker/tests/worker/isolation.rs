@@ -1,12 +1,16 @@
 //! Poison: a shard whose leases die again and again runs its items one at a time.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use overnight_store::{ClaimShard, Shards};
 use overnight_testing::scripted::echo_of;
 use overnight_testing::service::{body_saying, numbered_lines};
 use overnight_testing::{Reply, ScriptedGenerate, TestService, wait};
 use overnight_types::{ItemIndex, JobId, OutcomeKind, ShardIndex, WorkerId};
+use overnight_worker::generate::{EngineStatus, Failure, Generate, NotAccepting, OutputSender, Request, RequestId};
 
 /// Lets leases of the first shard run out without a commit.
 async fn die(service: &TestService, job: JobId, times: u32) {
@@ -40,6 +44,61 @@ async fn item_that_kills_its_workers_is_given_up_alone() {
     assert_eq!(outcomes[&2].error_code.as_deref(), Some("worker_lost"));
     let deaths = engine.asked().iter().filter(|body| *body == &body_saying("item-2")).count();
     assert_eq!(deaths, 6, "three with the others, three alone");
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+/// A scripted engine that breaks down on one body and is whole again at once, as one that
+/// is built anew.
+#[derive(Debug, Clone)]
+struct Breaking {
+    scripted: ScriptedGenerate,
+    breakdowns: Arc<AtomicU32>,
+}
+
+#[async_trait]
+impl Generate for Breaking {
+    async fn submit(&self, requests: Vec<Request>, outputs: OutputSender) -> Result<(), NotAccepting> {
+        self.scripted.submit(requests, outputs).await
+    }
+
+    fn cancel(&self, ids: &[RequestId]) {
+        self.scripted.cancel(ids);
+    }
+
+    fn status(&self) -> EngineStatus {
+        self.scripted.status()
+    }
+
+    fn num_breakdowns(&self) -> u32 {
+        self.breakdowns.load(Ordering::SeqCst)
+    }
+}
+
+// design.md 4: a breakdown of the engine counts no attempt; an item that causes it again and again is
+// found and given up like one that kills its worker.
+#[tokio::test]
+async fn item_that_breaks_the_engine_is_given_up_alone() {
+    let service = TestService::new().await;
+    let job = service.submit_cut(&numbered_lines(6), 6).await;
+    let breakdowns = Arc::new(AtomicU32::new(0));
+    let counted = breakdowns.clone();
+    let scripted = ScriptedGenerate::new(move |ask| match ask.text() == body_saying("item-2") {
+        true => {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Reply::Failed(Failure::EngineTrouble { message: "a step panicked".to_owned() })
+        }
+        false => Reply::Text(echo_of(ask.text())),
+    });
+    let worker = service.start(&Breaking { scripted, breakdowns: breakdowns.clone() }).await;
+    service.until_outcomes(job, 6).await;
+    let outcomes = service.outcomes(job).await;
+    let failed: Vec<u64> =
+        outcomes.iter().filter(|(_, record)| record.outcome == OutcomeKind::Failed).map(|(item, _)| *item).collect();
+    assert_eq!(failed, [2]);
+    assert_eq!(outcomes[&2].error_code.as_deref(), Some("worker_lost"));
+    assert!(outcomes.values().all(|record| record.attempts <= 1), "no breakdown counts as an item's attempt");
+    assert_eq!(breakdowns.load(Ordering::SeqCst), 7, "once beside answers that count, three times more, three alone");
     worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
 }

@@ -21,6 +21,7 @@ mod jobs;
 mod maintain;
 mod migrate;
 mod options;
+mod outbox;
 mod purge;
 mod reopen;
 mod row;

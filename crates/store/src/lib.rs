@@ -16,6 +16,7 @@ pub mod error;
 pub mod events;
 pub mod files;
 pub mod jobs;
+pub mod outbox;
 pub mod segments;
 pub mod shards;
 pub mod steps;
@@ -30,6 +31,7 @@ pub use files::{File, FileOrder, FilePurpose, FileQuery, Files, NewFile};
 pub use jobs::{
     CancelMode, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Progress, Purged, Reopen, ReopenItems, Reopened,
 };
+pub use outbox::{Outbox, OutboxEvent, OutboxState};
 pub use segments::{NewSegment, Segment, SegmentCursor, SegmentSelection, Segments};
 pub use shards::{ClaimShard, Committed, Fault, JobSignal, NewFault, NewShard, Shard, ShardKey, ShardLease, Shards};
 pub use steps::{IntakeEnd, IntakeProgress, Published, StepKind, StepLease, Steps};
@@ -83,7 +85,20 @@ pub trait Wake: Send + Sync {
 /// The whole contract, as one object.
 #[async_trait]
 pub trait Store:
-    Files + Jobs + Steps + Shards + Segments + Attempts + Workers + Events + Wake + std::fmt::Debug + Send + Sync + 'static
+    Files
+    + Jobs
+    + Steps
+    + Shards
+    + Segments
+    + Attempts
+    + Workers
+    + Events
+    + Outbox
+    + Wake
+    + std::fmt::Debug
+    + Send
+    + Sync
+    + 'static
 {
     /// Which database this is, for people: `sqlite` or `postgres`.
     fn backend(&self) -> &'static str;

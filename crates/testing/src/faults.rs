@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use overnight_store::*;
-use overnight_types::{FileId, ItemIndex, JobId, JobState, ShardIndex, ShardState, Timestamp, WorkerId};
+use overnight_types::{EventId, FileId, ItemIndex, JobId, JobState, ShardIndex, ShardState, Timestamp, WorkerId};
 use tokio::sync::Notify;
 
 /// How a call fails.
@@ -199,6 +199,12 @@ with_faults! {
         fn remove_worker(id: WorkerId) -> ();
         fn list_live_workers() -> Vec<LiveWorker>;
         fn list_workers_on_host(host: &str) -> Vec<NewWorker>;
+    }
+    Outbox {
+        fn claim_event(hold: Duration) -> Option<OutboxEvent>;
+        fn deliver_event_if_undelivered(event: EventId) -> Guarded<OutboxState>;
+        fn retry_event_if_claimed(event: &OutboxEvent, delay: Duration) -> Guarded<OutboxState>;
+        fn give_up_event_if_claimed(event: &OutboxEvent, reason: &str) -> Guarded<OutboxState>;
     }
     Events {
         fn list_events(job: JobId, after: u64, limit: u32) -> Vec<Event>;

@@ -20,6 +20,7 @@ use overnight_types::{
 };
 use overnight_worker::generate::Generate;
 use overnight_worker::lifecycle::sweep::{self, SweepAges};
+use overnight_worker::lifecycle::webhook::Webhook;
 use overnight_worker::mapper::{Mapper, ModelLimits};
 use overnight_worker::{WorkerConfig, WorkerHandle, WorkerParts};
 
@@ -41,6 +42,8 @@ pub struct TestService {
     pub config: WorkerConfig,
     /// Of intake.
     pub limits: Limits,
+    /// Of workers started from now on.
+    pub webhook: Option<Webhook>,
     dir: Arc<tempfile::TempDir>,
 }
 
@@ -72,7 +75,7 @@ impl TestService {
         let store = SqliteStore::open(dir.path().join("overnight.db"), options).await.expect("the database opens");
         let blobs = Blobs::local(&dir.path().join("objects")).expect("the object folder opens");
         let limits = Limits::default();
-        Self { store: FaultyStore::new(Arc::new(store)), blobs, config: quick_config(), limits, dir }
+        Self { store: FaultyStore::new(Arc::new(store)), blobs, config: quick_config(), limits, webhook: None, dir }
     }
 
     /// The data folder.
@@ -112,6 +115,7 @@ impl TestService {
             known_models: vec![MODEL.to_owned()],
             producer: "test engine".to_owned(),
             limits: self.limits.clone(),
+            webhook: self.webhook.clone(),
             host: "test-host".to_owned(),
             data_dir: self.dir.path().to_owned(),
         };

@@ -41,9 +41,12 @@ pub const FINALIZE: &[&str] = &[
     "finalize::after_finish",
 ];
 
+/// In webhooks.
+pub const WEBHOOK: &[&str] = &["webhook::after_send"];
+
 /// Every place, for tests that try each one. A test compares it with the code.
 pub fn all() -> impl Iterator<Item = &'static str> {
-    [SHARD, INTAKE, FINALIZE].into_iter().flatten().copied()
+    [SHARD, INTAKE, FINALIZE, WEBHOOK].into_iter().flatten().copied()
 }
 
 /// Does `act` at the `nth` pass of a place: ends the process as `kill -9` would, or
@@ -74,6 +77,7 @@ mod tests {
             include_str!("feed.rs"),
             include_str!("lifecycle/intake.rs"),
             include_str!("lifecycle/finalize.rs"),
+            include_str!("lifecycle/webhook.rs"),
         ];
         let mut found: Vec<&str> = sources
             .iter()

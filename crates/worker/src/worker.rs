@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::generate::{EngineState, EngineStatus, Generate};
 use crate::lifecycle::sweep::SweepAges;
+use crate::lifecycle::webhook::Webhook;
 use crate::mapper::Mapper;
 use crate::renewal::{self, Leases, Order};
 use crate::window::{Window, WindowStatus};
@@ -42,6 +43,8 @@ pub struct WorkerParts {
     pub producer: String,
     /// What intake accepts and how it cuts shards.
     pub limits: Limits,
+    /// Who is told of the ends of jobs.
+    pub webhook: Option<Webhook>,
     /// This machine's name.
     pub host: String,
     /// The data folder, for lock files.
@@ -75,6 +78,7 @@ pub(crate) struct Shared {
     pub(crate) known_models: Vec<String>,
     pub(crate) producer: String,
     pub(crate) limits: Limits,
+    pub(crate) webhook: Option<Webhook>,
     pub(crate) window: Window,
     pub(crate) leases: Leases,
     pub(crate) retries: crate::outcome::RetryBudgets,
@@ -144,6 +148,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         known_models: parts.known_models,
         producer: parts.producer,
         limits: parts.limits,
+        webhook: parts.webhook,
         window,
         leases: Leases::default(),
         retries: crate::outcome::RetryBudgets::default(),

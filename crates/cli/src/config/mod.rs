@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 pub(crate) use layers::{Origin, Setting, files_read, parse_file, path_text};
 pub(crate) use sections::{
     DatabaseSection, EngineKind, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry, ModelFile,
-    ObjectsSection,
+    ObjectsSection, WebhookSection,
 };
 pub(crate) use show::ShownSetting;
 
@@ -40,6 +40,7 @@ pub(crate) struct Config {
     pub(crate) models: Vec<ModelEntry>,
     pub(crate) worker: WorkerConfig,
     pub(crate) api: ApiConfig,
+    pub(crate) webhook: WebhookSection,
     pub(crate) log: LogSection,
 }
 
@@ -254,6 +255,7 @@ fn assemble(settings: &[Setting]) -> Result<Config, serde_json::Error> {
         models: take(&mut tree, "models")?,
         worker: take(&mut tree, "worker")?,
         api: take(&mut tree, "api")?,
+        webhook: take(&mut tree, "webhook")?,
         log: take(&mut tree, "log")?,
     })
 }

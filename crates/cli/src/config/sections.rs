@@ -2,10 +2,12 @@
 //! model, the model catalogue's entries, and the log.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use overnight_api::Secret;
 use overnight_engine::EngineConfig;
 use overnight_engine::load::LoadFormat;
+use overnight_types::humane;
 use serde::{Deserialize, Serialize};
 
 use super::{Config, sqlite_path};
@@ -163,6 +165,31 @@ pub(crate) struct ModelEntry {
     pub(crate) mirrors: Vec<Mirror>,
 }
 
+/// `[webhook]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct WebhookSection {
+    /// Who is told of the ends of batches; `None`: nobody. It may hold a key, so it is not shown.
+    pub(crate) url: Option<Secret>,
+    /// Each signs.
+    pub(crate) secrets: Vec<Secret>,
+    /// A file with one secret a line; `#` starts a comment.
+    pub(crate) secrets_file: Option<PathBuf>,
+    /// Wait before the second try.
+    #[serde(with = "humane::duration")]
+    pub(crate) retry_min: Duration,
+    /// Longest wait.
+    #[serde(with = "humane::duration")]
+    pub(crate) retry_max: Duration,
+}
+
+impl Default for WebhookSection {
+    fn default() -> Self {
+        let (retry_min, retry_max) = (Duration::from_secs(5), Duration::from_secs(8 * 3600));
+        Self { url: None, secrets: Vec::new(), secrets_file: None, retry_min, retry_max }
+    }
+}
+
 /// How log lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -204,7 +231,7 @@ pub(crate) const OPTIONAL_NUMBERS: &[&str] = &[
 
 /// Whether a key's value must not be shown.
 pub(crate) fn is_secret(key: &str) -> bool {
-    matches!(key, "engine.api_key" | "api.api_keys" | "api.read_only_api_keys")
+    matches!(key, "engine.api_key" | "api.api_keys" | "api.read_only_api_keys" | "webhook.url" | "webhook.secrets")
 }
 
 /// What is wrong with these sections or between sections: key and words.
@@ -247,6 +274,24 @@ pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     }
     if source.served_model_name.iter().any(|name| name.trim().is_empty()) {
         found.push(("engine.served_model_name", "a name must not be empty".to_owned()));
+    }
+    let webhook = &config.webhook;
+    if webhook.url.is_none() && !(webhook.secrets.is_empty() && webhook.secrets_file.is_none()) {
+        found.push(("webhook.url", "is missing: there are secrets and nobody to tell".to_owned()));
+    }
+    if webhook.url.is_some() && webhook.secrets.is_empty() && webhook.secrets_file.is_none() {
+        // Not under the URL's own key, whose words are hidden.
+        let what = "is missing: with webhook.url, events are signed by it or by webhook.secrets".to_owned();
+        found.push(("webhook.secrets_file", what));
+    }
+    let (least, most) = (Duration::from_millis(1), Duration::from_secs(86_400));
+    for (key, wait) in [("webhook.retry_min", webhook.retry_min), ("webhook.retry_max", webhook.retry_max)] {
+        if !(least..=most).contains(&wait) {
+            found.push((key, "allowed is 1ms to 1d".to_owned()));
+        }
+    }
+    if webhook.retry_max < webhook.retry_min {
+        found.push(("webhook.retry_max", "is below webhook.retry_min".to_owned()));
     }
     if tracing_subscriber::EnvFilter::try_new(&config.log.filter).is_err() {
         found.push(("log.filter", "not a level (error, warn, info, debug, trace) or target=level list".to_owned()));

@@ -40,6 +40,7 @@ pub(super) fn tree(config: &Config) -> Vec<(String, Value)> {
     root.insert("models".to_owned(), to_value(serde_json::to_value(&config.models)));
     root.insert("worker".to_owned(), to_value(serde_json::to_value(&config.worker)));
     root.insert("api".to_owned(), to_value(serde_json::to_value(&config.api)));
+    root.insert("webhook".to_owned(), to_value(serde_json::to_value(&config.webhook)));
     root.insert("log".to_owned(), to_value(serde_json::to_value(&config.log)));
     let mut leaves = Vec::new();
     for (name, value) in root {

@@ -107,14 +107,17 @@ fn database_that_is_not_built_is_refused_by_name() {
 #[test]
 fn secrets_are_never_shown() {
     let loaded = Loaded::from_settings(file(
-        "[engine]\nkind = \"openai\"\nbase_urls = [\"http://a\"]\napi_key = \"hush\"\n[api]\napi_keys = [\"quiet\"]\n",
+        "[engine]\nkind = \"openai\"\nbase_urls = [\"http://a\"]\napi_key = \"hush\"\n[api]\napi_keys = [\"quiet\"]\n\
+         [webhook]\nurl = \"https://a/?key=still\"\nsecrets = [\"whsec_mute\"]\n",
     ))
     .unwrap();
     let shown: String = loaded.shown().iter().map(|setting| format!("{} {}\n", setting.key, setting.value)).collect();
-    assert!(!shown.contains("hush") && !shown.contains("quiet"), "{shown}");
+    assert!(["hush", "quiet", "still", "mute"].iter().all(|secret| !shown.contains(secret)), "{shown}");
     assert!(shown.contains("engine.api_key \"***\""), "{shown}");
-    let text = refusal("[api]\napi_keys = \"quiet\"\n");
-    assert!(!text.contains("quiet"), "{text}");
+    let text = refusal("[api]\napi_keys = \"quiet\"\n[webhook]\nsecrets = \"mute\"\n");
+    assert!(!text.contains("quiet") && !text.contains("mute"), "{text}");
+    let text = refusal("[webhook]\nurl = \"https://a/?key=still\"\n");
+    assert!(text.contains("webhook.secrets_file") && !text.contains("still"), "{text}");
 }
 
 #[test]

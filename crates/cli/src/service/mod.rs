@@ -19,6 +19,7 @@ use overnight_store::Store;
 use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::Limits;
 use overnight_worker::generate::Generate;
+use overnight_worker::lifecycle::webhook::{Webhook, WebhookConfig};
 use overnight_worker::lock::{DataDirLock, DataDirUse};
 use overnight_worker::mapper::Mapper;
 use overnight_worker::{WorkerHandle, WorkerParts};
@@ -34,6 +35,7 @@ pub(crate) struct Place {
     pub(crate) data_dir: PathBuf,
     pub(crate) store: SqliteStore,
     pub(crate) blobs: Blobs,
+    webhook: Option<Webhook>,
     _lock: DataDirLock,
 }
 
@@ -58,7 +60,8 @@ impl Place {
         }
         let blobs =
             Blobs::open(&url).map_err(|err| Failure::from_error(&format!("open the objects at {url}"), &err))?;
-        Ok(Self { data_dir, store, blobs, _lock: lock })
+        let webhook = webhook(config)?;
+        Ok(Self { data_dir, store, blobs, webhook, _lock: lock })
     }
 
     /// The store as everybody takes it.
@@ -85,6 +88,7 @@ impl Place {
             known_models: engine::known_models(config),
             producer,
             limits: Limits::default(),
+            webhook: self.webhook.clone(),
             host: host::name(),
             data_dir: self.data_dir.clone(),
         }
@@ -100,6 +104,29 @@ impl Place {
             .await
             .map_err(|err| Failure::from_error("start the worker", &err))
     }
+}
+
+/// Who is told of the ends of jobs, with the secrets of `[webhook]` and its file.
+fn webhook(config: &Config) -> Result<Option<Webhook>> {
+    let section = &config.webhook;
+    let Some(url) = &section.url else { return Ok(None) };
+    let mut secrets: Vec<String> = section.secrets.iter().map(|secret| secret.expose().to_owned()).collect();
+    if let Some(path) = &section.secrets_file {
+        let text = std::fs::read_to_string(path).map_err(|err| {
+            Failure::new(Exit::Usage, format!("could not read webhook.secrets_file {}: {err}", path.display()))
+        })?;
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        secrets.extend(lines.map(str::to_owned));
+    }
+    let (retry_min, retry_max) = (section.retry_min, section.retry_max);
+    let config = WebhookConfig { url: url.expose().to_owned(), secrets, retry_min, retry_max };
+    let webhook = Webhook::new(&config).map_err(|err| match err {
+        overnight_worker::Error::Config { key, what } => {
+            Failure::usage(format!("invalid setting webhook.{key}: {what}")).code("invalid_config")
+        }
+        other => Failure::from_error("set up the webhook", &other),
+    });
+    webhook.map(Some)
 }
 
 /// Who makes outcomes, in words, for segments and manifests.

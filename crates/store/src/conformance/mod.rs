@@ -20,6 +20,7 @@ pub mod commits;
 pub mod files;
 pub mod jobs;
 pub mod leases;
+pub mod outbox;
 pub mod races;
 pub mod reopen;
 pub mod steps;
@@ -145,6 +146,10 @@ macro_rules! store_conformance {
             commits::draining_job_takes_outcomes_until_it_is_fenced,
             commits::segments_are_listed_by_whole_shards,
             commits::commit_order_neither_repeats_nor_skips,
+            outbox::every_end_of_a_job_is_told_once,
+            outbox::event_is_tried_by_one_at_a_time,
+            outbox::event_is_tried_again_until_given_up,
+            outbox::event_due_for_longest_comes_first,
             reopen::reopened_job_runs_what_did_not_complete,
             reopen::earlier_round_writes_nothing,
             reopen::segments_carry_their_round,
@@ -183,6 +188,7 @@ mod tests {
         ("claims", include_str!("claims.rs")),
         ("leases", include_str!("leases.rs")),
         ("commits", include_str!("commits.rs")),
+        ("outbox", include_str!("outbox.rs")),
         ("reopen", include_str!("reopen.rs")),
         ("races", include_str!("races.rs")),
     ];

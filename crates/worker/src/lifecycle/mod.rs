@@ -11,15 +11,18 @@ pub mod intake;
 pub mod shard_lines;
 pub mod sweep;
 pub mod undone;
+pub mod webhook;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use overnight_blobs::Blobs;
-use overnight_store::{Guarded, StepKind, StepLease, Store};
+use overnight_store::{Guarded, OutboxEvent, StepKind, StepLease, Store};
 use overnight_types::{Class, Limits, chain};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::task::AbortOnDropHandle;
+use webhook::Webhook;
 
 use crate::Error;
 use crate::claim::Idle;
@@ -29,6 +32,8 @@ use crate::worker::Shared;
 /// A step that failed in a way that will not heal is tried again this rarely.
 const DAMAGED_RETRY: Duration = Duration::from_secs(60);
 const STEP_RETRY: Duration = Duration::from_secs(2);
+/// Webhook events told before others may take the place; a stopping worker waits for one at most.
+const TOLD_IN_A_ROW_MAX: u32 = 64;
 /// How often due expiries and dead leases are looked for.
 const EXPIRE_EVERY: Duration = Duration::from_secs(5);
 
@@ -56,6 +61,8 @@ pub(crate) enum LifecycleWork {
     Expire,
     /// Remove what nothing needs any more.
     Sweep,
+    /// Tell an end of a job, then what else is due.
+    Webhook(Box<OutboxEvent>, Webhook, OwnedSemaphorePermit),
 }
 
 /// Claims steps that are due.
@@ -88,6 +95,14 @@ impl StepSource {
         None
     }
 
+    /// An event that is due, when there is a receiver and nothing else is told to it now.
+    async fn claim_webhook(&self) -> Option<LifecycleWork> {
+        let webhook = self.shared.webhook.as_ref()?;
+        let place = webhook.place.clone().try_acquire_owned().ok()?;
+        let event = claim_event(&self.shared).await?;
+        Some(LifecycleWork::Webhook(Box::new(event), webhook.clone(), place))
+    }
+
     async fn claim(self: Arc<Self>) -> Option<LifecycleWork> {
         let shared = &self.shared;
         let mut idle = Idle::new(shared.clone());
@@ -96,6 +111,9 @@ impl StepSource {
                 return None;
             }
             if let Some(work) = self.take_due() {
+                return Some(work);
+            }
+            if let Some(work) = self.claim_webhook().await {
                 return Some(work);
             }
             let woken = idle.woken();
@@ -119,8 +137,10 @@ impl Source for StepSource {
 
     fn hand_back(self: Arc<Self>, work: LifecycleWork) -> BoxFuture<'static, ()> {
         Box::pin(async move {
-            if let LifecycleWork::Step(lease) = work {
-                release(&self.shared, &lease, Duration::ZERO).await;
+            match work {
+                LifecycleWork::Step(lease) => release(&self.shared, &lease, Duration::ZERO).await,
+                // An event that was not tried is due again once its hold is over.
+                LifecycleWork::Webhook(..) | LifecycleWork::Expire | LifecycleWork::Sweep => {}
             }
         })
     }
@@ -142,6 +162,35 @@ pub(crate) async fn run_work(shared: Arc<Shared>, work: LifecycleWork) {
             Some(Err(err)) => tracing::warn!(error = %chain(&err), "could not sweep, trying again later"),
             None => {}
         },
+        LifecycleWork::Webhook(event, webhook, _place) => {
+            stop.run_until_cancelled(tell(&shared, *event, &webhook)).await;
+        }
+    }
+}
+
+/// Tells this event and those that are due after it.
+async fn tell(shared: &Shared, first: OutboxEvent, webhook: &Webhook) {
+    let mut next = Some(first);
+    for _ in 0..TOLD_IN_A_ROW_MAX {
+        let Some(event) = next.take() else { break };
+        if let Err(err) = webhook::deliver(shared.store.as_ref(), webhook, &event).await {
+            return tracing::warn!(error = %chain(&err), "a webhook event is tried again once its hold is over");
+        }
+        next = claim_event(shared).await;
+    }
+}
+
+async fn claim_event(shared: &Shared) -> Option<OutboxEvent> {
+    match tokio::time::timeout(shared.config.lease_ttl, shared.store.claim_event(webhook::HOLD)).await {
+        Ok(Ok(event)) => event,
+        Ok(Err(err)) => {
+            tracing::warn!(error = %chain(&err), "could not look for webhook events, trying again later");
+            None
+        }
+        Err(_) => {
+            tracing::warn!("the database did not answer in time for webhook events, trying again later");
+            None
+        }
     }
 }
 

@@ -11,4 +11,5 @@ mod outcomes;
 mod remote;
 mod retries;
 mod sweep;
+mod webhooks;
 mod whole;

@@ -129,6 +129,11 @@ impl BlockPool {
         }
     }
 
+    /// Whether a block with this content can be found.
+    pub fn is_cached(&self, hash: ChainHash) -> bool {
+        self.by_hash.contains_key(&hash)
+    }
+
     /// How many of `blocks` nobody holds yet: what holding them takes from the free ones.
     pub fn num_unheld(&self, blocks: &[BlockId]) -> u32 {
         blocks.iter().map(|&block| u32::from(self.blocks[block as usize].num_holders == 0)).sum()

@@ -88,9 +88,11 @@ impl Engine {
             let row = self.plan.rows[index];
             let results = sampled.by_ref().take(row.num_logits as usize);
             let results: Result<Vec<Sampled>, NotFinite> = results.collect::<Vec<_>>().into_iter().collect();
-            self.scheduler.commit_computed(row.sequence);
             let moved = match results {
-                Ok(results) => self.commit_row(row, results),
+                Ok(results) => {
+                    self.scheduler.commit_computed(row.sequence);
+                    self.commit_row(row, results)
+                }
                 Err(NotFinite) => self.fail_row(row),
             };
             output.outputs.extend(moved);
@@ -126,14 +128,16 @@ impl Engine {
         Some(moved)
     }
 
+    /// Ends a sequence whose logits are of no use. What the step computed of it is not
+    /// offered to the prefix cache: another try must not find it again.
     fn fail_row(&mut self, row: PlanRow) -> Option<SequenceOutput> {
         let sequence = self.scheduler.remove(row.sequence);
-        let error = RequestError {
-            transient: false,
-            code: RequestError::LOGITS_NOT_FINITE,
-            param: None,
-            message: format!("{NotFinite} after {} tokens of this sequence", sequence.num_computed),
-        };
+        let num_tokens = sequence.num_computed + row.num_tokens;
+        let mut message = format!("{NotFinite} after {num_tokens} tokens of this sequence");
+        if let Some(layer) = self.model.first_bad_layer() {
+            message.push_str(&format!("; layer {layer} was the first of the step to give others"));
+        }
+        let error = RequestError { transient: false, code: RequestError::LOGITS_NOT_FINITE, param: None, message };
         Some(SequenceOutput { end: Some(Err(error)), ..SequenceOutput::new(&sequence) })
     }
 

@@ -4,6 +4,7 @@ mod bed;
 mod door;
 mod handle;
 mod outputs;
+mod prefixes;
 mod real;
 mod sampling;
 mod scheduling;

@@ -13,6 +13,10 @@ pub(crate) const VOCAB: u32 = 97;
 pub(crate) const EOS: u32 = 96;
 /// A short prompt that ends with it makes its own logits NaN.
 pub(crate) const NAN_TOKEN: u32 = 95;
+/// A prompt that ends with it makes its own logits NaN, however long it is.
+pub(crate) const NAN_END_TOKEN: u32 = 92;
+/// The layer that gives such logits.
+pub(crate) const BAD_LAYER: u32 = 1;
 /// A sequence that begins with it makes its step panic, or fail.
 pub(crate) const PANIC_TOKEN: u32 = 94;
 pub(crate) const ERROR_TOKEN: u32 = 93;
@@ -43,6 +47,7 @@ pub(crate) struct Toy {
     num_padding: u32,
     /// The first step waits until its sender is gone.
     gate: Option<Receiver<()>>,
+    has_bad_layer: bool,
 }
 
 impl Toy {
@@ -62,6 +67,7 @@ impl Toy {
             seen: Arc::default(),
             num_padding: 0,
             gate: None,
+            has_bad_layer: false,
         }
     }
 
@@ -169,8 +175,11 @@ impl Forward for Toy {
             }
         }
         self.logits.clear();
+        self.has_bad_layer = false;
         for &at in step.logits_tokens {
-            let is_nan = step.token_ids[at as usize] == NAN_TOKEN && step.positions[at as usize] < 4;
+            let (token, position) = (step.token_ids[at as usize], step.positions[at as usize]);
+            let is_nan = token == NAN_END_TOKEN || token == NAN_TOKEN && position < 4;
+            self.has_bad_layer |= is_nan;
             let logit = |id| match id {
                 _ if is_nan => f32::NAN,
                 // Never chosen, only given.
@@ -188,6 +197,10 @@ impl Forward for Toy {
         seen.num_logits_max = seen.num_logits_max.max(step.logits_tokens.len() as u32);
         seen.query_lens.push(step.cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).collect());
         Ok(&self.logits)
+    }
+
+    fn first_bad_layer(&self) -> Option<u32> {
+        self.has_bad_layer.then_some(BAD_LAYER)
     }
 }
 

@@ -9,12 +9,17 @@
 //! exactly the computed and scheduled tokens of a running sequence; the first sequence
 //! in order always gets on, so everything ends. Knows token ids and block counts only:
 //! no clock, no channel, no text, no device.
+//!
+//! `admission` lets waiting sequences in; the rest is here.
+
+mod admission;
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::blocks::BlockPool;
 use crate::model::BlockId;
 use crate::request::{Class, RequestId};
+use crate::scheduler::admission::Upcoming;
 use crate::sequence::{Sequence, SequenceId};
 use crate::step::StepPlan;
 
@@ -38,8 +43,6 @@ pub struct SchedulerLimits {
 
 /// Share of the tokens still allowed that a long generation is expected to use, in tenths.
 const EXPECTED_TENTHS: u32 = 3;
-/// Online sequences admitted before a waiting job's one before one of these takes its turn.
-const PASSED_OVER_MAX: u32 = 8;
 /// Rows of logits per step for logprobs of prompts: they bound the size of the logits.
 const PROMPT_LOGITS_MAX: u32 = 64;
 
@@ -87,6 +90,7 @@ pub struct Scheduler {
     num_prefix_queries: u64,
     num_prefix_hits: u64,
     found: Vec<BlockId>,
+    upcoming: Upcoming,
 }
 
 impl Scheduler {
@@ -106,6 +110,7 @@ impl Scheduler {
             num_prefix_queries: 0,
             num_prefix_hits: 0,
             found: Vec::new(),
+            upcoming: Upcoming::default(),
         }
     }
 
@@ -232,108 +237,6 @@ impl Scheduler {
         sequence.num_published = 0;
         self.waiting.insert(key);
         self.num_preemptions += 1;
-    }
-
-    /// Lets waiting sequences in, in order, while tokens, rows and blocks last.
-    fn admit(&mut self, budget: &mut Budget, plan: &mut StepPlan) {
-        let mut num_promised: u32 = self.running.iter().map(|&(_, _, id)| self.num_promised(self.sequence(id))).sum();
-        while budget.tokens > 0 {
-            let Some(&key) = self.waiting.first() else { return };
-            let id = key.2;
-            self.find_cached(id);
-            let sequence = self.sequence(id);
-            let num_cached = u32::try_from(self.found.len()).expect("at most the pool") * self.limits.block_size;
-            let chunk = budget.chunk(sequence, sequence.num_tokens() - num_cached);
-            if chunk == 0 {
-                return;
-            }
-            let num_needed = self.num_expected_blocks(sequence) - u32::try_from(self.found.len()).expect("as above")
-                + self.pool.num_unheld(&self.found);
-            let has_row = self.running.len() < self.limits.max_num_seqs as usize;
-            let has_blocks = self.pool.num_free() >= num_needed.saturating_add(num_promised);
-            if self.running.is_empty() {
-                if self.pool.blocks_for(sequence.num_tokens()) > self.pool.num_blocks() {
-                    plan.unplaceable.push(id);
-                    return;
-                }
-            } else if !has_row || !has_blocks {
-                let last = self.running.last().expect("something runs");
-                if key.0 == Class::Online && last.0 == Class::Job {
-                    let sequence = self.sequence(last.2);
-                    num_promised -= self.num_promised(sequence);
-                    if sequence.num_uncomputed() > 1 {
-                        budget.tokens += sequence.num_scheduled;
-                    }
-                    self.preempt_last();
-                    continue;
-                }
-                return;
-            }
-            self.start(key, num_cached, chunk);
-            budget.take(self.sequence(id), chunk);
-            num_promised += self.num_promised(self.sequence(id));
-            self.count_passed_over(key.0);
-        }
-    }
-
-    /// Looks the waiting sequence up in the prefix cache, into `self.found`. The last token
-    /// is always computed, because its logits are needed.
-    fn find_cached(&mut self, id: SequenceId) {
-        self.found.clear();
-        let block_size = self.limits.block_size;
-        let sequence = self.slots[id.0 as usize].as_mut().expect("waiting");
-        if !self.limits.enable_prefix_caching || sequence.misses_prompt_logprobs() {
-            return;
-        }
-        sequence.extend_hashes(block_size);
-        let num_full = (sequence.tokens.len() - 1) / block_size as usize;
-        let hashes = &sequence.hashes[..num_full.min(sequence.hashes.len())];
-        self.pool.find_prefix(hashes, &sequence.tokens, &mut self.found);
-    }
-
-    /// Moves a waiting sequence to the running ones, on the blocks found and new ones.
-    fn start(&mut self, key: QueueKey, num_cached: u32, chunk: u32) {
-        let id = key.2;
-        self.pool.hold(&self.found);
-        self.waiting.remove(&key);
-        let at = self.running.binary_search(&key).expect_err("it was waiting");
-        self.running.insert(at, key);
-        let caching = self.limits.enable_prefix_caching;
-        let sequence = self.slots[id.0 as usize].as_mut().expect("waiting");
-        debug_assert!(sequence.blocks.is_empty(), "a waiting sequence holds no blocks");
-        sequence.blocks.extend_from_slice(&self.found);
-        sequence.num_published = u32::try_from(self.found.len()).expect("at most the pool");
-        sequence.num_computed = num_cached;
-        sequence.num_scheduled = chunk;
-        if sequence.num_cached_tokens.is_none() {
-            sequence.num_cached_tokens = Some(num_cached);
-            if caching {
-                self.num_prefix_queries += u64::from(sequence.num_tokens());
-                self.num_prefix_hits += u64::from(num_cached);
-            }
-        }
-        let num_new = self.pool.blocks_for(num_cached + chunk) - num_held(sequence);
-        self.allocate(id, num_new);
-    }
-
-    /// After enough online sequences went before it, the oldest waiting job's sequence
-    /// becomes an online one, so that no load starves it.
-    fn count_passed_over(&mut self, admitted: Class) {
-        let Some(&key) = self.waiting.range((Class::Job, 0, SequenceId(0))..).next() else {
-            self.num_passed_over = 0;
-            return;
-        };
-        if admitted == Class::Job {
-            self.num_passed_over = 0;
-            return;
-        }
-        self.num_passed_over += 1;
-        if self.num_passed_over >= PASSED_OVER_MAX {
-            self.num_passed_over = 0;
-            self.waiting.remove(&key);
-            self.waiting.insert((Class::Online, key.1, key.2));
-            self.sequence_mut(key.2).class = Class::Online;
-        }
     }
 
     /// Blocks that a sequence is expected to hold before its end.

@@ -161,6 +161,14 @@ impl ScriptedGenerate {
         self.release(usize::MAX);
     }
 
+    /// Fails everything held.
+    pub fn fail_all(&self, failure: &Failure) {
+        let held = std::mem::take(&mut self.lock().held);
+        for held in held {
+            let _ = held.outputs.send(vec![Output::Failed { id: held.id, failure: failure.clone() }]);
+        }
+    }
+
     /// Sets where the engine stands. Poisoned, it fails what it holds and takes nothing.
     pub fn set_state(&self, engine: EngineState) {
         let mut state = self.lock();

@@ -20,7 +20,7 @@ pub struct WorkerConfig {
     /// An engine that has work and ends no step for this long loses its leases.
     #[serde(with = "humane::duration")]
     pub engine_stall_max: Duration,
-    /// Items at the engine at once; `None`: four times its `max_num_seqs`.
+    /// Items prepared or at the engine at once; `None`: four times its `max_num_seqs`.
     pub window_items_max: Option<u32>,
     /// Input bytes of open shards; one shard may pass it.
     #[serde(with = "humane::bytes")]

@@ -75,6 +75,7 @@ mod tests {
             include_str!("shard_run.rs"),
             include_str!("checkpoint.rs"),
             include_str!("feed.rs"),
+            include_str!("planner/desk.rs"),
             include_str!("lifecycle/intake.rs"),
             include_str!("lifecycle/finalize.rs"),
             include_str!("lifecycle/webhook.rs"),

@@ -3,8 +3,8 @@
 //! which they run is `shard_run`'s.
 //!
 //! Every undone item of the shard is in exactly one place: `queue` (not prepared),
-//! `ready` (prepared), `active` (at the engine, alone or following a leader),
-//! `waiting` (a retry is due later), or it has its outcome.
+//! `active` (prepared: in `ready` until the window takes it, then in the window or at the
+//! engine), `waiting` (a retry is due later), or it has its outcome.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -13,22 +13,22 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use overnight_blobs::ItemRecord;
-use overnight_engine::request::RequestId;
 use overnight_store::{NewFault, NewShard, ShardKey};
 use overnight_types::{BatchRequestId, Bitmap, FailedTry, FileId, ItemIndex, OutcomeKind, Timestamp, chain};
-use tokio::sync::mpsc;
 use uuid::Uuid;
 
 use crate::checkpoint::Unwritten;
-use crate::generate::{Generate, Input, Output, OutputSender};
+use crate::generate::Output;
 use crate::mapper::Answer;
 use crate::outcome::{self, Ended, Verdict};
-use crate::prepare::{self, InputLine, MergeKey, ReadyItem, Recipe, Work};
-use crate::renewal::{LeaseGuard, Order};
-use crate::window::{OpenShard, Turn};
+use crate::planner::{Delivery, Event, Offer, Seat};
+use crate::prepare::{InputLine, ReadyItem, Recipe, Run, Work};
+use crate::renewal::LeaseGuard;
+use crate::window::OpenShard;
 use crate::worker::Shared;
 
-/// Lines prepared in one go: the first piece is small, so that the engine starts soon.
+/// Lines prepared in one go: the first piece is small, so that the engine starts soon. The
+/// next one is prepared when no more than this wait to enter the window.
 const FIRST_PIECE_LINES: usize = 64;
 const PIECE_LINES: usize = 1_024;
 const PIECE_BYTES: usize = 4 << 20;
@@ -50,20 +50,12 @@ impl Stop {
     }
 }
 
-/// An item at the engine.
+/// A prepared item.
 #[derive(Debug)]
 struct Active {
     custom_id: Bytes,
     answer: Answer,
     seed: Option<u64>,
-    started_at: Timestamp,
-    /// Items that get this one's answer too.
-    followers: Vec<u32>,
-    /// Its request as compared with later ones; only of a leader that may be followed.
-    merge: Option<(MergeKey, Input)>,
-    /// When the engine may have taken it up, for the time limit of a local request.
-    turn: Option<Turn>,
-    scheduled_at: Option<Instant>,
 }
 
 /// An item of the shard that failed before.
@@ -82,10 +74,11 @@ pub(crate) struct KnownFault {
 #[derive(Debug)]
 pub(crate) struct OpenLease {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) generate: Arc<dyn Generate>,
     pub(crate) key: ShardKey,
     pub(crate) cut: NewShard,
     pub(crate) guard: LeaseGuard,
+    /// Given up before `open`, whose end lets others look whether the engine is free.
+    pub(crate) seat: Seat,
     pub(crate) open: OpenShard,
     pub(crate) recipe: Arc<Recipe>,
     pub(crate) input: FileId,
@@ -97,8 +90,6 @@ pub(crate) struct OpenLease {
     /// Items whose outcome is committed.
     pub(crate) done: Bitmap,
     pub(crate) unwritten: Unwritten,
-    pub(crate) outputs: mpsc::UnboundedReceiver<Vec<Output>>,
-    sender: OutputSender,
     retry_budget: u64,
     /// Lines of undone items by bit.
     lines: HashMap<u32, Bytes>,
@@ -107,11 +98,9 @@ pub(crate) struct OpenLease {
     /// What they failed of.
     failed_tries: HashMap<u32, Vec<FailedTry>>,
     queue: VecDeque<u32>,
-    /// In reverse order: the next one is last.
-    ready: Vec<ReadyItem>,
+    /// What the window has not taken yet; in reverse order: the next one is last.
+    ready: Vec<Offer>,
     active: HashMap<u32, Active>,
-    routes: HashMap<RequestId, u32>,
-    merges: HashMap<MergeKey, u32>,
     waiting: BinaryHeap<Reverse<(Instant, u32)>>,
     num_pieces: usize,
 }
@@ -119,8 +108,8 @@ pub(crate) struct OpenLease {
 /// What an open lease starts from.
 pub(crate) struct OpenLeaseParts {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) generate: Arc<dyn Generate>,
     pub(crate) guard: LeaseGuard,
+    pub(crate) seat: Seat,
     pub(crate) open: OpenShard,
     pub(crate) recipe: Arc<Recipe>,
     pub(crate) retry_budget: u64,
@@ -131,17 +120,16 @@ pub(crate) struct OpenLeaseParts {
 
 impl OpenLease {
     pub(crate) fn new(parts: OpenLeaseParts) -> Self {
-        let (sender, outputs) = mpsc::unbounded_channel();
         let breakdowns_before = parts.shared.num_breakdowns();
         let shard = parts.shard;
         let probe = shard.probe_item.and_then(|item| u32::try_from(item.0.checked_sub(shard.cut.first_item.0)?).ok());
         let is_suspect = probe.is_some() || shard.crashes >= parts.crashes_max;
         Self {
             shared: parts.shared,
-            generate: parts.generate,
             key: ShardKey { job: shard.job, shard: shard.cut.shard, epoch: shard.epoch },
             cut: shard.cut,
             guard: parts.guard,
+            seat: parts.seat,
             open: parts.open,
             recipe: parts.recipe,
             input: parts.input,
@@ -150,8 +138,6 @@ impl OpenLease {
             next_seq: shard.next_seq,
             done: shard.done,
             unwritten: Unwritten::new(),
-            outputs,
-            sender,
             retry_budget: parts.retry_budget,
             lines: HashMap::new(),
             attempts: HashMap::new(),
@@ -159,8 +145,6 @@ impl OpenLease {
             queue: VecDeque::new(),
             ready: Vec::new(),
             active: HashMap::new(),
-            routes: HashMap::new(),
-            merges: HashMap::new(),
             waiting: BinaryHeap::new(),
             num_pieces: 0,
         }
@@ -198,18 +182,23 @@ impl OpenLease {
         self.queue.extend(bits);
     }
 
-    /// Whether nothing is queued, prepared or at the engine.
+    /// Whether nothing is queued or prepared.
     pub(crate) fn is_drained(&self) -> bool {
-        self.queue.is_empty() && self.ready.is_empty() && self.active.is_empty()
+        self.queue.is_empty() && self.active.is_empty()
     }
 
-    /// Whether nothing is at the engine.
-    pub(crate) fn is_engine_free(&self) -> bool {
-        self.active.is_empty()
-    }
-
+    /// Whether something waits to enter the window.
     pub(crate) fn has_ready(&self) -> bool {
         !self.ready.is_empty()
+    }
+
+    /// Takes back everything that is not at the engine; `true` once nothing is there either.
+    pub(crate) fn drain(&mut self) -> bool {
+        let unentered = std::mem::take(&mut self.ready).into_iter().map(|offer| offer.bit);
+        for bit in unentered.chain(self.seat.withdraw()) {
+            self.active.remove(&bit);
+        }
+        self.active.is_empty()
     }
 
     /// Until the first waiting item is due; `None` when none waits.
@@ -227,8 +216,11 @@ impl OpenLease {
         }
     }
 
-    /// The next lines to prepare; empty when there are none.
+    /// The next lines to prepare; empty when there are none, or enough are prepared.
     pub(crate) fn next_piece(&mut self) -> Vec<InputLine> {
+        if self.ready.len() > FIRST_PIECE_LINES {
+            return Vec::new();
+        }
         let most = if self.num_pieces == 0 { FIRST_PIECE_LINES } else { PIECE_LINES };
         let mut piece = Vec::new();
         let mut bytes = 0;
@@ -242,13 +234,16 @@ impl OpenLease {
         piece
     }
 
-    /// Takes prepared items: refusals end at once, the others are ordered by prefix.
+    /// Takes prepared items: refusals end at once, the others are ordered by prefix, so that
+    /// the window meets them together.
     pub(crate) fn take_prepared(&mut self, items: Vec<ReadyItem>) {
         let now = Timestamp::now();
         for item in items {
             let ended = match item.work {
-                Work::Run(..) => {
-                    self.ready.push(item);
+                Work::Run(run) => {
+                    let Run { offer, answer, seed } = *run;
+                    self.ready.push(offer);
+                    self.active.insert(item.bit, Active { custom_id: item.custom_id, answer, seed });
                     continue;
                 }
                 Work::Refused(refusal) => Ended::error(refusal.status, &refusal.error),
@@ -257,120 +252,50 @@ impl OpenLease {
             let (custom_id, tries) = (item.custom_id, self.tries(item.bit) + 1);
             self.end_item(item.bit, &custom_id, None, tries, (now, now), &ended);
         }
-        self.ready.sort_unstable_by(|a, b| order_key(b).cmp(&order_key(a)));
+        self.ready.sort_unstable_by(|a, b| (&b.chain, b.bit).cmp(&(&a.chain, a.bit)));
     }
 
-    /// Submits ready items as far as the window has room.
-    pub(crate) async fn feed(&mut self) -> Result<(), Stop> {
-        let places = self.open.try_take(u32::try_from(self.ready.len()).unwrap_or(u32::MAX));
-        if places == 0 {
-            return Ok(());
-        }
-        let running_max = self.generate.status().max_num_seqs;
-        let turn = self.open.turn(running_max);
-        let started_at = Timestamp::now();
-        let mut requests = Vec::with_capacity(places as usize);
-        let mut free = places;
-        while let Some(item) = self.ready.pop_if(|_| free > 0) {
-            let Work::Run(prepared, merge) = item.work else { unreachable!("only runnable items are kept") };
-            let prepared = *prepared;
-            let leader = merge.and_then(|merge| self.leader_of(merge, &prepared.requests[0].input));
-            let is_local = matches!(prepared.requests[0].input, Input::Tokens(_));
-            let mut active = Active {
-                custom_id: item.custom_id,
-                answer: prepared.answer,
-                seed: prepared.seed_used,
-                started_at,
-                followers: Vec::new(),
-                merge: None,
-                turn: (is_local && leader.is_none()).then_some(turn),
-                scheduled_at: None,
-            };
-            if let Some(leader) = leader.and_then(|leader| self.active.get_mut(&leader)) {
-                leader.followers.push(item.bit);
-            } else {
-                free -= 1;
-                if let Some(merge) = merge {
-                    self.merges.insert(merge, item.bit);
-                    active.merge = Some((merge, prepared.requests[0].input.clone()));
-                }
-                self.routes.extend(prepared.requests.iter().map(|request| (request.id, item.bit)));
-                requests.extend(prepared.requests);
-            }
-            self.active.insert(item.bit, active);
-        }
-        self.open.left_engine_unused(free);
-        let submitted = self.generate.submit(requests, self.sender.clone());
-        let mut order = self.guard.order.clone();
-        let told = order.wait_for(|order| *order >= Order::HandBack);
-        // An engine that hangs must not hold an order up.
-        let submitted = tokio::select! { submitted = submitted => submitted, _ = told => return Ok(()) };
-        submitted.map_err(|err| Stop::Trouble(err.to_string()))?;
-        fail::fail_point!("worker::requests_submitted");
-        Ok(())
+    /// Enters ready items as far as the window has room.
+    pub(crate) fn feed(&mut self) {
+        self.seat.enter(&mut self.ready);
     }
 
-    fn leader_of(&self, merge: MergeKey, input: &Input) -> Option<u32> {
-        let leader = *self.merges.get(&merge)?;
-        let (_, theirs) = self.active.get(&leader)?.merge.as_ref()?;
-        prepare::is_same(theirs, input).then_some(leader)
-    }
-
-    /// Takes outputs of one engine step.
-    pub(crate) fn collect(&mut self, outputs: Vec<Output>) -> Result<(), Stop> {
+    /// Takes what has come for items in the window.
+    pub(crate) fn collect(&mut self, deliveries: Vec<Delivery>) -> Result<(), Stop> {
         fail::fail_point!("worker::outputs_collected");
         let finished_at = Timestamp::now();
-        let mut left = 0;
         let mut trouble = None;
-        for output in outputs {
-            let id = output.id();
-            let Some(&bit) = self.routes.get(&id) else { continue };
-            if output.is_last() {
-                self.routes.remove(&id);
-            }
-            let retry_after = match &output {
-                Output::Response { retry_after, .. } => *retry_after,
-                _ => None,
+        for Delivery { bit, id, started_at, event } in deliveries {
+            // What still comes for a try that has ended is nobody's.
+            let active = self.active.get_mut(&bit).filter(|active| active.answer.request_ids().contains(&id));
+            let Some(active) = active else { continue };
+            let (verdict, retry_after) = match event {
+                Event::Output(output) => {
+                    let retry_after = match &output {
+                        Output::Response { retry_after, .. } => *retry_after,
+                        _ => None,
+                    };
+                    (outcome::judge(active.answer.push(output)), retry_after)
+                }
+                Event::Overdue => (Verdict::Ended(Ended::request_timeout()), None),
+                Event::Broken => panic!("the engine panicked while it took the requests of this shard"),
             };
-            let active = self.active.get_mut(&bit).expect("a routed item is at the engine");
-            let followers = std::mem::take(&mut active.followers);
-            let shared = (!followers.is_empty()).then(|| output.clone());
-            match outcome::judge(active.answer.push(output)) {
-                Verdict::Pending => active.followers = followers,
-                Verdict::Trouble(message) => {
-                    active.followers = followers;
-                    trouble = Some(message);
-                }
-                verdict => {
-                    left += 1;
-                    self.settle(bit, verdict, retry_after, finished_at);
-                    for follower in followers {
-                        let verdict = self.follow(follower, shared.as_ref());
-                        self.settle(follower, verdict, retry_after, finished_at);
-                    }
-                }
+            match verdict {
+                Verdict::Pending => {}
+                Verdict::Trouble(message) => trouble = Some(message),
+                verdict => self.settle(bit, verdict, retry_after, (started_at, finished_at)),
             }
         }
-        self.open.left_engine(left);
         trouble.map_or(Ok(()), |message| Err(Stop::Trouble(message)))
     }
 
-    /// Gives a leader's output to a follower under the follower's own id.
-    fn follow(&mut self, follower: u32, output: Option<&Output>) -> Verdict {
-        let Some(active) = self.active.get_mut(&follower) else { return Verdict::Dropped };
-        let (Some(output), Some(&id)) = (output, active.answer.request_ids().first()) else { return Verdict::Dropped };
-        let output = match output.clone() {
-            Output::Tokens(tokens) => Output::Tokens(overnight_engine::TokenOutput { id, ..tokens }),
-            Output::Response { status, body, retry_after, .. } => Output::Response { id, status, body, retry_after },
-            Output::Failed { failure, .. } => Output::Failed { id, failure },
-        };
-        outcome::judge(active.answer.push(output))
-    }
-
     /// Ends an item's try.
-    fn settle(&mut self, bit: u32, verdict: Verdict, retry_after: Option<Duration>, finished_at: Timestamp) {
+    fn settle(&mut self, bit: u32, verdict: Verdict, retry_after: Option<Duration>, times: (Timestamp, Timestamp)) {
         let active = self.active.remove(&bit).expect("a settled item was at the engine");
-        self.unroute(bit, &active);
+        if active.answer.request_ids().len() > 1 {
+            // Those of its requests that still run are needed no more.
+            self.seat.settle(bit);
+        }
         let tries = self.tries(bit) + 1;
         let ended = match verdict {
             Verdict::Ended(ended) => ended,
@@ -383,24 +308,7 @@ impl OpenLease {
             // Cancelled, but not by this shard: it runs again.
             Verdict::Dropped | Verdict::Pending | Verdict::Trouble(_) => return self.queue.push_back(bit),
         };
-        let times = (active.started_at, finished_at);
         self.end_item(bit, &active.custom_id, active.seed, tries, times, &ended);
-    }
-
-    /// Forgets an item's requests; those that still run are cancelled.
-    fn unroute(&mut self, bit: u32, active: &Active) {
-        let ids = active.answer.request_ids();
-        if ids.len() > 1 && ids.iter().any(|id| self.routes.contains_key(id)) {
-            self.generate.cancel(ids);
-        }
-        for id in ids {
-            self.routes.remove(id);
-        }
-        if let Some((merge, _)) = &active.merge
-            && self.merges.get(merge) == Some(&bit)
-        {
-            self.merges.remove(merge);
-        }
     }
 
     fn tries(&self, bit: u32) -> u32 {
@@ -469,49 +377,8 @@ impl OpenLease {
         self.end_item(bit, &custom_id, None, tries, (now, now), ended);
     }
 
-    /// Ends local requests that ran past the time limit.
-    pub(crate) fn end_overdue(&mut self) {
-        let (now, finished) = (Instant::now(), self.open.window().finished());
-        let limit = self.shared.config.request_timeout;
-        let mut overdue = Vec::new();
-        for (bit, active) in &mut self.active {
-            if active.scheduled_at.is_none() && active.turn.is_some_and(|turn| turn <= finished) {
-                active.scheduled_at = Some(now);
-            }
-            if active.scheduled_at.is_some_and(|at| now.duration_since(at) > limit) {
-                overdue.push(*bit);
-            }
-        }
-        for bit in overdue {
-            let Some(active) = self.active.get_mut(&bit) else { continue };
-            let mut bits = std::mem::take(&mut active.followers);
-            self.generate.cancel(active.answer.request_ids());
-            bits.insert(0, bit);
-            for bit in bits {
-                self.settle(bit, Verdict::Ended(Ended::request_timeout()), None, Timestamp::now());
-            }
-            self.open.left_engine(1);
-        }
-    }
-
-    /// Cancels everything at the engine; the outputs are not awaited.
-    pub(crate) fn cancel_all(&mut self) {
-        let ids: Vec<RequestId> = self.routes.keys().copied().collect();
-        if !ids.is_empty() {
-            self.generate.cancel(&ids);
-        }
-        self.routes.clear();
-    }
-
     pub(crate) fn item(&self, bit: u32) -> ItemIndex {
         ItemIndex(self.cut.first_item.0 + u64::from(bit))
-    }
-}
-
-fn order_key(item: &ReadyItem) -> (&[u32], u32) {
-    match &item.work {
-        Work::Run(prepared, _) => (prepared.order_key(), item.bit),
-        Work::Refused(_) | Work::Changed(_) => (&[], item.bit),
     }
 }
 

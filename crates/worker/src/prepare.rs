@@ -1,8 +1,6 @@
 //! From a shard's bytes to items ready to run: split into lines, read the
 //! envelope, map the body. Pure work on the processor, run on blocking threads.
 
-use std::hash::{Hash, Hasher};
-
 use bytes::Bytes;
 use overnight_blobs::envelope::Envelope;
 use overnight_blobs::lines;
@@ -12,8 +10,9 @@ use overnight_store::NewShard;
 use overnight_types::{Bitmap, Endpoint, JobId, Timestamp};
 use uuid::Uuid;
 
-use crate::generate::Input;
-use crate::mapper::{Mapper, PrepareOptions, Prepared, Refusal};
+use crate::generate::{Input, Request};
+use crate::mapper::{Answer, Mapper, PrepareOptions, Prepared, Refusal};
+use crate::planner::{self, Chain, Offer};
 
 /// One input line of a shard, by the item's bit.
 #[derive(Debug, Clone)]
@@ -75,15 +74,21 @@ pub(crate) struct ReadyItem {
 #[derive(Debug)]
 pub(crate) enum Work {
     /// Run it. Boxed: it is many times larger than the others.
-    Run(Box<Prepared>, Option<MergeKey>),
+    Run(Box<Run>),
     /// Its answer is a refusal.
     Refused(Refusal),
     /// Its line is not what intake read; in words.
     Changed(String),
 }
 
-/// Requests with equal keys may be equal; see [`is_same`].
-pub(crate) type MergeKey = u64;
+/// An item to run: what the window takes, and what waits for the answer.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) offer: Offer,
+    pub(crate) answer: Answer,
+    /// The seed that the samples depend on, when it is known.
+    pub(crate) seed: Option<u64>,
+}
 
 impl Recipe {
     /// Prepares lines in order.
@@ -111,10 +116,7 @@ impl Recipe {
             created,
         };
         let work = match self.mapper.prepare(self.endpoint, body, options) {
-            Ok(prepared) => {
-                let merge = merge_key(&prepared);
-                Work::Run(Box::new(prepared), merge)
-            }
+            Ok(prepared) => Work::Run(Box::new(run(line.bit, prepared))),
             Err(refusal) => Work::Refused(refusal),
         };
         ReadyItem { bit: line.bit, custom_id, work }
@@ -140,25 +142,25 @@ fn seed_of(job: JobId, round: u32, item: u64) -> u64 {
     seed >> 11
 }
 
-/// A key for single greedy token requests, whose answers depend on nothing else.
-fn merge_key(prepared: &Prepared) -> Option<MergeKey> {
-    let [request] = prepared.requests.as_slice() else { return None };
-    let Input::Tokens(request) = &request.input else { return None };
-    if !request.sampling.is_greedy() {
-        return None;
-    }
-    let mut hasher = std::hash::DefaultHasher::new();
-    request.prompt.hash(&mut hasher);
-    request.stop.max_tokens.hash(&mut hasher);
-    Some(hasher.finish())
+fn run(bit: u32, prepared: Prepared) -> Run {
+    let Prepared { requests, answer, seed_used, .. } = prepared;
+    let (chain, length) = place_of(&requests);
+    let offer = Offer { bit, merge: planner::merge_key(&requests), chain, length, requests };
+    Run { offer, answer, seed: seed_used }
 }
 
-/// Whether two requests that may be merged differ in nothing but id and seed.
-pub(crate) fn is_same(a: &Input, b: &Input) -> bool {
-    let (Input::Tokens(a), Input::Tokens(b)) = (a, b) else { return false };
-    let mut a = a.clone();
-    (a.id, a.sampling.seed) = (b.id, b.sampling.seed);
-    a == *b
+/// Where an item stands in the order: by its first prompt and its longest request. A body
+/// for a remote engine says nothing of it.
+fn place_of(requests: &[Request]) -> (Chain, u32) {
+    let tokens = || {
+        requests.iter().filter_map(|request| match &request.input {
+            Input::Tokens(tokens) => Some(tokens),
+            Input::Body { .. } => None,
+        })
+    };
+    let chain = tokens().next().map_or_else(Chain::new, |first| planner::chain_of(&first.prompt));
+    let lengths = tokens().map(|tokens| planner::length_of(tokens.prompt.len(), tokens.stop.max_tokens));
+    (chain, lengths.max().unwrap_or(0))
 }
 
 #[cfg(test)]

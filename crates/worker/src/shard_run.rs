@@ -6,120 +6,31 @@
 //! outcome run again under the next lease, and nobody else's do.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use futures::future::BoxFuture;
 use overnight_blobs::ObjectName;
-use overnight_store::{AttemptEnd, ClaimShard, Guarded, ShardLease};
+use overnight_store::{AttemptEnd, Guarded, ShardLease};
 use overnight_types::chain;
 use tokio::task::JoinHandle;
 use uuid::Uuid;
 
-use crate::claim::{Idle, Troubles};
+use crate::claim::Troubles;
 use crate::feed::{KnownFault, OpenLease, OpenLeaseParts, Stop};
-use crate::generate::EngineState;
 use crate::outcome::Ended;
-use crate::pool::Source;
+use crate::planner::Sitter;
 use crate::prepare::{self, InputLine, ReadyItem, Recipe};
-use crate::renewal::{LeaseGuard, Order};
-use crate::window::OpenShard;
+use crate::renewal::Order;
+use crate::shard_claim::ShardWork;
 use crate::worker::Shared;
 
-/// Every so many claims the oldest job comes first.
-const OLDEST_EVERY: u64 = 8;
 /// An item that was running alone when this many leases died is not tried again.
 const PROBE_DEATHS_MAX: u32 = 3;
-/// How often time limits are looked at.
+/// Longest sleep between looks at the lease.
 const TICK: Duration = Duration::from_secs(1);
-
-/// A leased shard, renewed and accounted for from the claim on.
-#[derive(Debug)]
-pub(crate) struct ShardWork {
-    lease: ShardLease,
-    guard: LeaseGuard,
-    open: OpenShard,
-}
-
-/// Claims shards while the window has room.
-#[derive(Debug)]
-pub(crate) struct ShardSource {
-    shared: Arc<Shared>,
-    claims: AtomicU64,
-}
-
-impl ShardSource {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, claims: AtomicU64::new(0) }
-    }
-
-    /// Waits for room in the window and for an engine that answers.
-    async fn room(&self, idle: &mut Idle) -> Option<()> {
-        let shared = &self.shared;
-        let generate = shared.generate.as_ref()?;
-        loop {
-            let changed = shared.window.changed();
-            let status = generate.status();
-            let items_max = shared.config.window_items_max.unwrap_or(status.max_num_seqs.saturating_mul(4));
-            shared.window.set_items_max(items_max);
-            match status.state {
-                EngineState::Ready if shared.window.has_room() => return Some(()),
-                EngineState::Ready => idle.wait_for(changed).await?,
-                EngineState::Starting(_) | EngineState::Poisoned(_) => idle.wait_poll().await?,
-            }
-        }
-    }
-
-    async fn claim(self: Arc<Self>) -> Option<ShardWork> {
-        let shared = &self.shared;
-        let mut idle = Idle::new(shared.clone());
-        loop {
-            self.room(&mut idle).await?;
-            let claim = ClaimShard {
-                worker: shared.id,
-                ttl: shared.config.lease_ttl,
-                models: shared.models(),
-                oldest: self.claims.fetch_add(1, Ordering::Relaxed) % OLDEST_EVERY == OLDEST_EVERY - 1,
-            };
-            let asked_at = Instant::now();
-            let woken = idle.woken();
-            match tokio::time::timeout(shared.config.lease_ttl, shared.store.claim_shard(&claim)).await {
-                Ok(Ok(Some(lease))) => return Some(self.open(lease, asked_at)),
-                Ok(Ok(None)) => idle.wait_for(woken).await?,
-                Ok(Err(err)) => idle.wait_after_error("lease a shard", &chain(&err)).await?,
-                Err(_) => idle.wait_after_error("lease a shard", "the database did not answer in time").await?,
-            }
-        }
-    }
-
-    fn open(&self, lease: ShardLease, asked_at: Instant) -> ShardWork {
-        let shared = &self.shared;
-        let (cut, undone) = (&lease.shard.cut, lease.shard.done.num_bits() - lease.shard.done.count_ones());
-        let open = shared.window.open(undone, cut.byte_len);
-        let guard = shared.leases.hold(lease.key(), lease.job.round, asked_at, shared.config.lease_ttl);
-        shared.retries.at_least(lease.shard.job, lease.retries_used);
-        ShardWork { lease, guard, open }
-    }
-}
-
-impl Source for ShardSource {
-    type Work = ShardWork;
-
-    fn next(self: Arc<Self>) -> BoxFuture<'static, Option<ShardWork>> {
-        Box::pin(self.claim())
-    }
-
-    fn hand_back(self: Arc<Self>, work: ShardWork) -> BoxFuture<'static, ()> {
-        Box::pin(async move {
-            let shard = open_lease(&self.shared, work).0;
-            shard.close(Ok(End::Released)).await;
-        })
-    }
-}
 
 /// How a lease ended in order.
 #[derive(Debug, PartialEq, Eq)]
-enum End {
+pub(crate) enum End {
     /// The last item's outcome is committed; the shard has ended.
     Done,
     /// What is left waits for a retry for so long.
@@ -188,8 +99,8 @@ async fn run_alone(shard: &mut OpenLease, probe: Option<(u32, u32)>) -> Result<E
 
 async fn wait_until_alone(shard: &mut OpenLease) -> Result<(), Stop> {
     loop {
-        let changed = shard.open.window().changed();
-        if shard.open.try_alone() {
+        let changed = shard.seat.changed();
+        if shard.seat.try_alone() {
             return Ok(());
         }
         match shard.guard.order() {
@@ -210,26 +121,21 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
     let (items_max, bytes_max) = (shard.shared.config.checkpoint_items_max, shard.shared.config.checkpoint_bytes_max);
     let every = shard.shared.checkpoint_every();
     let mut preparing: Option<JoinHandle<Vec<ReadyItem>>> = None;
-    let mut tick_at = Instant::now() + TICK;
     loop {
-        if tick_at <= Instant::now() {
-            tick_at = Instant::now() + TICK;
-            shard.end_overdue();
-        }
         let order = shard.guard.order();
         match order {
             Order::Lost => return Err(Stop::Lost),
             Order::HandBack => return Err(Stop::HandBack),
-            Order::Drain if shard.is_engine_free() => return Err(Stop::HandBack),
+            Order::Drain if shard.drain() => return Err(Stop::HandBack),
             Order::Drain | Order::Run => {}
         }
-        let window_changed = shard.open.window().changed();
+        let window_changed = shard.seat.changed();
         if order == Order::Run {
             shard.requeue_due();
+            shard.feed();
             if preparing.is_none() {
                 preparing = shard.start_preparing();
             }
-            shard.feed().await?;
         }
         let is_over = preparing.is_none() && shard.is_drained();
         if shard.unwritten.is_due(items_max, bytes_max, every) || is_over && !shard.unwritten.is_empty() {
@@ -238,11 +144,11 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
         if is_over {
             return Ok(());
         }
-        let wake_at = shard.next_wake(every).min(tick_at);
+        let wake_at = shard.next_wake(every);
         tokio::select! {
             biased;
-            Some(outputs) = shard.outputs.recv() => {
-                shard.collect(outputs)?;
+            deliveries = shard.seat.deliveries.recv() => {
+                shard.collect(deliveries.expect("a seat is served until its shard leaves"))?;
                 shard.collect_more()?;
             }
             Some(prepared) = finished(&mut preparing) => {
@@ -277,7 +183,7 @@ async fn finished(preparing: &mut Option<JoinHandle<Vec<ReadyItem>>>) -> Option<
     }
 }
 
-fn open_lease(shared: &Arc<Shared>, work: ShardWork) -> (OpenLease, Vec<KnownFault>) {
+pub(crate) fn open_lease(shared: &Arc<Shared>, work: ShardWork) -> (OpenLease, Vec<KnownFault>) {
     let ShardWork { lease, guard, open } = work;
     let ShardLease { job, shard, faults, .. } = lease;
     // By the database's clock: the claim set the lease's end.
@@ -298,9 +204,10 @@ fn open_lease(shared: &Arc<Shared>, work: ShardWork) -> (OpenLease, Vec<KnownFau
         round: job.round,
         lease: Uuid::now_v7(),
     };
+    let desk = shared.desk.as_ref().expect("shards are claimed only with an engine");
     let parts = OpenLeaseParts {
         shared: shared.clone(),
-        generate: shared.generate.clone().expect("shards are claimed only with an engine"),
+        seat: desk.seat(Sitter { job: job.id, priority: job.priority, first_item }),
         guard,
         open,
         recipe: Arc::new(recipe),
@@ -339,8 +246,8 @@ impl OpenLease {
     /// Takes what has come in the meantime too, up to a checkpoint's worth.
     fn collect_more(&mut self) -> Result<(), Stop> {
         for _ in 0..self.shared.config.checkpoint_items_max {
-            let Ok(outputs) = self.outputs.try_recv() else { break };
-            self.collect(outputs)?;
+            let Ok(deliveries) = self.seat.deliveries.try_recv() else { break };
+            self.collect(deliveries)?;
         }
         Ok(())
     }
@@ -362,12 +269,12 @@ impl OpenLease {
     }
 
     /// Ends the lease: stops what runs, commits what is finished, gives the shard back.
-    async fn close(mut self, end: Result<End, Stop>) {
+    pub(crate) async fn close(mut self, end: Result<End, Stop>) {
         if !matches!(end, Err(Stop::Lost)) {
             // Answers that came in the meantime count; trouble among them is why this ends.
             let _ = self.collect_more();
         }
-        self.cancel_all();
+        self.seat.leave();
         let job = self.key.job;
         let (delay, why) = match end {
             Ok(End::Done) => return self.forget_job(),

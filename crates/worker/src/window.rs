@@ -1,22 +1,26 @@
-//! The bounded window: how many items are at the engine, and how much input is
-//! open, over all shards that this worker holds.
+//! How much is open over all shards that this worker holds.
 //!
-//! Invariants: at most `items_max` items are at the engine at once; a new shard is
-//! opened only while the items of the open ones do not fill the window; while one
-//! shard runs alone, no other shard's items are at the engine.
+//! Invariant: a new shard is opened only while the items of the open ones do not fill
+//! the window, whose items the planner keeps.
 //! Counts only: it never sees an item.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
+use crate::planner::Counts;
+
 /// What a status page shows of the window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WindowStatus {
-    /// Most items at the engine at once.
+    /// Most items prepared or at the engine at once.
     pub items_max: u32,
+    /// Items prepared that wait for the engine.
+    pub items_waiting: u32,
     /// Items at the engine.
     pub items_in_flight: u32,
+    /// Items that get the answer of an equal one, which is counted above.
+    pub items_merged: u32,
     /// Shards open.
     pub open_shards: u32,
     /// Items of open shards that have no outcome yet.
@@ -28,15 +32,9 @@ pub struct WindowStatus {
 #[derive(Debug, Default)]
 struct State {
     items_max: u32,
-    in_flight: u32,
-    /// Items that ever left the engine; rises only.
-    finished: u64,
     open_shards: u32,
     open_items: u64,
     open_bytes: u64,
-    /// A shard that runs alone or waits to.
-    alone: Option<u64>,
-    next_ticket: u64,
 }
 
 /// Counts of the window. Cheap to clone.
@@ -47,9 +45,6 @@ pub(crate) struct Window {
     bytes_max: u64,
     shards_max: u32,
 }
-
-/// When an item may be taken for scheduled: once this many items have left the engine.
-pub(crate) type Turn = u64;
 
 impl Window {
     pub(crate) fn new(items_max: u32, bytes_max: u64, shards_max: u32) -> Self {
@@ -71,8 +66,7 @@ impl Window {
     /// Whether another shard may be opened.
     pub(crate) fn has_room(&self) -> bool {
         let state = self.lock();
-        state.alone.is_none()
-            && state.open_shards < self.shards_max
+        state.open_shards < self.shards_max
             && state.open_items < u64::from(state.items_max)
             && state.open_bytes < self.bytes_max
     }
@@ -88,25 +82,22 @@ impl Window {
         state.open_shards += 1;
         state.open_items += u64::from(items);
         state.open_bytes += bytes;
-        let ticket = state.next_ticket;
-        state.next_ticket += 1;
-        OpenShard { window: self.clone(), items, bytes, in_flight: 0, ticket }
+        OpenShard { window: self.clone(), items, bytes }
     }
 
-    pub(crate) fn status(&self) -> WindowStatus {
+    /// With the counts of the items in it.
+    pub(crate) fn status(&self, counts: Counts) -> WindowStatus {
+        let count = |items| u32::try_from(items).unwrap_or(u32::MAX);
         let state = self.lock();
         WindowStatus {
             items_max: state.items_max,
-            items_in_flight: state.in_flight,
+            items_waiting: count(counts.waiting),
+            items_in_flight: count(counts.running),
+            items_merged: count(counts.merged),
             open_shards: state.open_shards,
             open_items: state.open_items,
             open_bytes: state.open_bytes,
         }
-    }
-
-    /// Items that ever left the engine, to compare with a [`Turn`].
-    pub(crate) fn finished(&self) -> u64 {
-        self.lock().finished
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -121,55 +112,10 @@ pub(crate) struct OpenShard {
     window: Window,
     items: u32,
     bytes: u64,
-    in_flight: u32,
-    ticket: u64,
 }
 
 impl OpenShard {
-    /// Takes up to `want` places at the engine; 0 when there is none now.
-    pub(crate) fn try_take(&mut self, want: u32) -> u32 {
-        let mut state = self.window.lock();
-        if state.alone.is_some_and(|ticket| ticket != self.ticket) {
-            return 0;
-        }
-        let taken = want.min(state.items_max.saturating_sub(state.in_flight));
-        state.in_flight += taken;
-        self.in_flight += taken;
-        taken
-    }
-
-    /// The turn of an item submitted now as the last of those in flight, when the
-    /// engine runs `running_max` at once and takes them in order.
-    pub(crate) fn turn(&self, running_max: u32) -> Turn {
-        let state = self.window.lock();
-        state.finished + u64::from(state.in_flight.saturating_sub(running_max))
-    }
-
-    /// Gives places back whose items left the engine.
-    pub(crate) fn left_engine(&mut self, count: u32) {
-        assert!(count <= self.in_flight, "{count} places given back of {}", self.in_flight);
-        if count == 0 {
-            return;
-        }
-        self.in_flight -= count;
-        let mut state = self.window.lock();
-        state.in_flight -= count;
-        state.finished += u64::from(count);
-        drop(state);
-        self.window.changed.notify_waiters();
-    }
-
-    /// Gives places back that were taken and not used.
-    pub(crate) fn left_engine_unused(&mut self, count: u32) {
-        assert!(count <= self.in_flight, "{count} places given back of {}", self.in_flight);
-        self.in_flight -= count;
-        self.window.lock().in_flight -= count;
-        if count > 0 {
-            self.window.changed.notify_waiters();
-        }
-    }
-
-    /// Items that need no place any more in this lease: they have their outcome or wait for a retry.
+    /// Items that need no room any more in this lease: they have their outcome or wait for a retry.
     pub(crate) fn settled(&mut self, count: u32) {
         let count = count.min(self.items);
         self.items -= count;
@@ -179,23 +125,10 @@ impl OpenShard {
         self.window.changed.notify_waiters();
     }
 
-    /// Items that need a place again after all.
+    /// Items that need room again after all.
     pub(crate) fn unsettled(&mut self, count: u32) {
         self.items += count;
         self.window.lock().open_items += u64::from(count);
-    }
-
-    /// Asks for the engine alone; `true` once no other shard's item is there. Call
-    /// again after [`Window::changed`] until then. Ends with the shard.
-    pub(crate) fn try_alone(&mut self) -> bool {
-        let mut state = self.window.lock();
-        let mine = *state.alone.get_or_insert(self.ticket) == self.ticket;
-        mine && state.in_flight == self.in_flight
-    }
-
-    /// The window that this shard is part of.
-    pub(crate) fn window(&self) -> &Window {
-        &self.window
     }
 }
 
@@ -205,11 +138,6 @@ impl Drop for OpenShard {
         state.open_shards -= 1;
         state.open_items -= u64::from(self.items);
         state.open_bytes -= self.bytes;
-        state.in_flight -= self.in_flight;
-        state.finished += u64::from(self.in_flight);
-        if state.alone == Some(self.ticket) {
-            state.alone = None;
-        }
         drop(state);
         self.window.changed.notify_waiters();
     }
@@ -218,18 +146,6 @@ impl Drop for OpenShard {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn window_never_holds_more_than_its_items() {
-        let window = Window::new(10, 1 << 20, 8);
-        let (mut a, mut b) = (window.open(64, 100), window.open(64, 100));
-        assert_eq!((a.try_take(7), b.try_take(7), a.try_take(1)), (7, 3, 0));
-        a.left_engine(2);
-        assert_eq!(b.try_take(9), 2);
-        assert_eq!(window.status().items_in_flight, 10);
-        drop(b);
-        assert_eq!(window.status().items_in_flight, 5);
-    }
 
     #[test]
     fn second_shard_opens_before_the_tail_of_the_first() {
@@ -247,31 +163,5 @@ mod tests {
         assert!(!window.has_room());
         drop(a);
         assert!(window.has_room());
-    }
-
-    #[test]
-    fn shard_runs_alone_only_once_the_others_left_the_engine() {
-        let window = Window::new(10, 1 << 20, 8);
-        let (mut suspect, mut other) = (window.open(4, 1), window.open(4, 1));
-        assert_eq!(other.try_take(2), 2);
-        assert!(!suspect.try_alone());
-        assert_eq!(other.try_take(1), 0, "nothing new while a shard waits to run alone");
-        assert!(!window.has_room());
-        other.left_engine(2);
-        assert!(suspect.try_alone());
-        assert_eq!(suspect.try_take(1), 1);
-        drop(suspect);
-        assert_eq!(other.try_take(1), 1);
-    }
-
-    #[test]
-    fn turn_comes_when_enough_items_ahead_have_left() {
-        let window = Window::new(100, 1 << 20, 8);
-        let mut shard = window.open(50, 1);
-        assert_eq!(shard.try_take(40), 40);
-        assert_eq!(shard.turn(32), 8);
-        shard.left_engine(8);
-        assert_eq!(window.finished(), 8);
-        assert_eq!(shard.turn(32), 8);
     }
 }

@@ -14,6 +14,7 @@ use crate::generate::{EngineState, EngineStatus, Generate};
 use crate::lifecycle::sweep::SweepAges;
 use crate::lifecycle::webhook::Webhook;
 use crate::mapper::Mapper;
+use crate::planner::Desk;
 use crate::renewal::{self, Leases, Order};
 use crate::window::{Window, WindowStatus};
 use crate::{Error, WorkerConfig, lock, pool};
@@ -80,6 +81,8 @@ pub(crate) struct Shared {
     pub(crate) limits: Limits,
     pub(crate) webhook: Option<Webhook>,
     pub(crate) window: Window,
+    /// Where shards meet the engine, when there is one.
+    pub(crate) desk: Option<Desk>,
     pub(crate) leases: Leases,
     pub(crate) retries: crate::outcome::RetryBudgets,
     pub(crate) troubles: crate::claim::Troubles,
@@ -139,6 +142,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
     lock::release_dead(parts.store.as_ref(), &parts.data_dir, &parts.host).await?;
     let config = parts.config;
     let window = Window::new(1, config.window_bytes_max, config.open_shards_max);
+    let desk = parts.generate.as_ref().map(|generate| Desk::new(generate.clone(), &config));
     let shared = Arc::new(Shared {
         id,
         store: parts.store,
@@ -150,6 +154,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         limits: parts.limits,
         webhook: parts.webhook,
         window,
+        desk,
         leases: Leases::default(),
         retries: crate::outcome::RetryBudgets::default(),
         troubles: crate::claim::Troubles::default(),
@@ -177,6 +182,7 @@ fn start_timers(shared: &Arc<Shared>, row: NewWorker, stop: &CancellationToken) 
         let watch = renewal::watch_jobs(store.clone(), leases.clone(), config.clone(), stop.clone());
         timers.push(tokio::spawn(watch));
     }
+    timers.extend(shared.desk.iter().map(|desk| tokio::spawn(desk.clone().run(stop.clone()))));
     timers
 }
 
@@ -249,7 +255,7 @@ impl WorkerHandle {
             id: self.shared.id,
             is_stopping: self.shared.stop_claiming.is_cancelled(),
             leases: self.shared.leases.len(),
-            window: self.shared.window.status(),
+            window: self.shared.window.status(self.shared.desk.as_ref().map(Desk::counts).unwrap_or_default()),
             engine: self.shared.generate.as_ref().map(|generate| generate.status()),
         }
     }

@@ -8,7 +8,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::backend::Claims;
 use crate::lifecycle::{self, StepSource};
-use crate::shard_run::{self, ShardSource};
+use crate::shard_claim::ShardSource;
+use crate::shard_run;
 use crate::worker::Shared;
 
 /// Runs both pools until the worker stops and what it claimed has ended.

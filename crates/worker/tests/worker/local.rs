@@ -1,4 +1,4 @@
-//! Token requests, as the local engine takes them: merged, seeded, ordered, limited.
+//! Token requests, as the local engine takes them: merged, seeded, limited.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -89,25 +89,6 @@ async fn drawn_seed_is_recorded_and_the_same_after_a_retry() {
     let recorded: BTreeSet<u64> = service.outcomes(job).await.values().map(|record| record.seed.unwrap()).collect();
     assert_eq!((used.len(), recorded), (20, used));
     worker.shutdown(Duration::from_secs(5)).await;
-}
-
-#[tokio::test]
-async fn window_is_fed_in_order_of_shared_prefix() {
-    let service = TestService::new().await;
-    let texts = ["alpha alpha", "beta beta", "gamma gamma"];
-    let lines: Vec<String> =
-        (0..30).map(|id| line_saying(&format!("item-{id}"), &format!("{} {id}", texts[id % 3]))).collect();
-    let job = service.submit_cut(&lines, 30).await;
-    let engine = ScriptedGenerate::new(|_| Reply::Text("answer".to_owned()));
-    let worker = start(&service, &engine).await;
-    service.until_outcomes(job, 30).await;
-    let asked = engine.asked();
-    assert!(asked.is_sorted_by_key(|prompt| tokens_of(prompt)), "{asked:?}");
-    worker.shutdown(Duration::from_secs(5)).await;
-}
-
-fn tokens_of(prompt: &[u8]) -> Vec<u32> {
-    serde_json::from_slice(prompt).unwrap()
 }
 
 #[tokio::test]

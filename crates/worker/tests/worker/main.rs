@@ -6,6 +6,7 @@ mod crash_points;
 mod isolation;
 mod leases;
 mod local;
+mod merging;
 mod orders;
 mod outcomes;
 mod remote;

@@ -66,6 +66,7 @@ struct State {
     cancelled: Vec<RequestId>,
     engine: EngineState,
     last_progress: Option<Instant>,
+    is_hung: bool,
     in_flight_max: usize,
 }
 
@@ -94,6 +95,7 @@ impl ScriptedGenerate {
             cancelled: Vec::new(),
             engine: EngineState::Ready,
             last_progress: None,
+            is_hung: false,
             in_flight_max: 0,
         };
         let rule: Rule = Box::new(rule);
@@ -189,6 +191,34 @@ impl ScriptedGenerate {
         self.lock().last_progress = Some(at);
     }
 
+    /// Hangs the engine in the step that it is in: nothing makes progress, and what
+    /// is cancelled stays in it.
+    pub fn hang(&self) {
+        let mut state = self.lock();
+        (state.is_hung, state.last_progress) = (true, Some(Instant::now()));
+    }
+
+    /// Lets a hung engine go on. What was cancelled meanwhile leaves it.
+    pub fn recover(&self) {
+        let cancelled = {
+            let mut state = self.lock();
+            (state.is_hung, state.last_progress) = (false, None);
+            state.cancelled.clone()
+        };
+        self.drop_held(&cancelled);
+    }
+
+    fn drop_held(&self, ids: &[RequestId]) {
+        let mut state = self.lock();
+        let (gone, kept): (Vec<Held>, _) =
+            std::mem::take(&mut state.held).into_iter().partition(|held| ids.contains(&held.id));
+        state.held = kept;
+        drop(state);
+        for held in gone {
+            let _ = held.outputs.send(vec![Output::Failed { id: held.id, failure: Failure::Cancelled }]);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -280,14 +310,13 @@ impl Generate for ScriptedGenerate {
     }
 
     fn cancel(&self, ids: &[RequestId]) {
-        let mut state = self.lock();
-        state.cancelled.extend_from_slice(ids);
-        let (gone, kept) = std::mem::take(&mut state.held).into_iter().partition(|held| ids.contains(&held.id));
-        state.held = kept;
-        drop(state);
-        let gone: Vec<Held> = gone;
-        for held in gone {
-            let _ = held.outputs.send(vec![Output::Failed { id: held.id, failure: Failure::Cancelled }]);
+        let is_hung = {
+            let mut state = self.lock();
+            state.cancelled.extend_from_slice(ids);
+            state.is_hung
+        };
+        if !is_hung {
+            self.drop_held(ids);
         }
     }
 

@@ -17,7 +17,8 @@ pub struct WorkerConfig {
     /// How often leases are renewed; at most a third of `lease_ttl`.
     #[serde(with = "humane::duration")]
     pub renew_every: Duration,
-    /// An engine that has work and ends no step for this long loses its leases.
+    /// An engine that has work and ends no step for this long counts as stalled: its
+    /// shards are given back and none is leased until it goes on.
     #[serde(with = "humane::duration")]
     pub engine_stall_max: Duration,
     /// Items prepared or at the engine at once; `None`: four times its `max_num_seqs`.

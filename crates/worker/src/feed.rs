@@ -45,6 +45,21 @@ pub(crate) enum Stop {
 }
 
 impl Stop {
+    /// What an order means for work that runs nothing at the moment.
+    pub(crate) fn of(order: Order) -> Option<Self> {
+        match order {
+            Order::Run => None,
+            Order::Drain | Order::HandBack => Some(Self::HandBack),
+            Order::Stalled => Some(Self::stalled()),
+            Order::Lost => Some(Self::Lost),
+        }
+    }
+
+    /// The engine has work and ends no step.
+    pub(crate) fn stalled() -> Self {
+        Self::Trouble("the engine makes no progress".to_owned())
+    }
+
     pub(crate) fn trouble(doing: &str, err: &(dyn std::error::Error + 'static)) -> Self {
         Self::Trouble(format!("could not {doing}: {}", chain(err)))
     }

@@ -3,8 +3,9 @@
 //!
 //! Invariants: a deadline is reckoned by the monotonic clock from before the
 //! renewal was asked for, so work stops before the database counts the lease as
-//! over; leases are renewed only while the engine is idle or makes progress; an
-//! order only ever rises.
+//! over; leases are renewed only while the engine is idle or makes progress; while
+//! it stalls nothing is claimed and what is held is given back as trouble, so that
+//! no item pays for it; an order only ever rises.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::WorkerConfig;
-use crate::generate::Generate;
+use crate::generate::{EngineStatus, Generate};
 
 /// What the shard under a lease must do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -28,6 +29,8 @@ pub(crate) enum Order {
     Drain,
     /// Stop what runs, commit what is finished, give the lease back.
     HandBack,
+    /// The same, and leave the shard alone for a while: the engine makes no progress.
+    Stalled,
     /// The lease is gone, or its work is void: stop, write nothing.
     Lost,
 }
@@ -87,6 +90,11 @@ impl Leases {
         let mut first_order = self.first_order.lock().unwrap_or_else(PoisonError::into_inner);
         *first_order = order.max(*first_order);
         leases.values().for_each(|held| raise(held, order));
+    }
+
+    /// Raises the order of the leases held now. Those to come start as ever.
+    fn order_held(&self, order: Order) {
+        self.lock().values().for_each(|held| raise(held, order));
     }
 
     /// How many leases are held.
@@ -169,20 +177,28 @@ fn order_of(signal: Option<&JobSignal>, round: u32) -> Order {
     }
 }
 
-/// Tells whether the engine earns its leases.
+/// Tells whether the engine earns its leases: those held, and any new one.
 #[derive(Debug)]
-struct Progress {
-    idle_seen_at: Instant,
+pub(crate) struct EngineWatch {
+    stall_max: Duration,
+    idle_seen_at: Mutex<Instant>,
 }
 
-impl Progress {
-    fn is_stalled(&mut self, generate: &dyn Generate, stall_max: Duration, now: Instant) -> bool {
-        let status = generate.status();
+impl EngineWatch {
+    pub(crate) fn new(stall_max: Duration) -> Self {
+        Self { stall_max, idle_seen_at: Mutex::new(Instant::now()) }
+    }
+
+    /// Whether the engine has work and ended no step for too long. An engine that
+    /// was idle is given the whole time anew; renewal looks often enough to see it.
+    pub(crate) fn is_stalled(&self, status: &EngineStatus) -> bool {
+        let mut idle_seen_at = self.idle_seen_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
         if status.is_idle() {
-            self.idle_seen_at = now;
+            *idle_seen_at = now;
             return false;
         }
-        now.duration_since(self.idle_seen_at.max(status.last_progress)) > stall_max
+        now.saturating_duration_since(status.last_progress.max(*idle_seen_at)) > self.stall_max
     }
 }
 
@@ -192,10 +208,10 @@ pub(crate) async fn renew(
     worker: WorkerId,
     leases: Leases,
     generate: Arc<dyn Generate>,
+    watch: Arc<EngineWatch>,
     config: WorkerConfig,
     stop: CancellationToken,
 ) {
-    let mut progress = Progress { idle_seen_at: Instant::now() };
     let mut next_renewal = Instant::now() + config.renew_every;
     while !stop.is_cancelled() {
         let now = Instant::now();
@@ -207,11 +223,15 @@ pub(crate) async fn renew(
         }
         next_renewal = now + config.renew_every;
         let keys = leases.keys();
-        if progress.is_stalled(generate.as_ref(), config.engine_stall_max, now) {
+        if watch.is_stalled(&generate.status()) {
             tracing::error!(
                 leases = keys.len(),
-                "the engine has work and makes no progress: its leases are not renewed"
+                "the engine has work and makes no progress: its shards are given back and none is leased"
             );
+            // Not left to run out: a lease that runs out counts against the shard and the
+            // item that runs alone in it, and neither is to blame. Not renewed either, so
+            // that whoever does not give back in time loses the lease.
+            leases.order_held(Order::Stalled);
             continue;
         }
         if keys.is_empty() {

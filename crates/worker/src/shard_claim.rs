@@ -48,6 +48,8 @@ impl ShardSource {
             let status = generate.status();
             shared.window.set_items_max(desk.refresh(&status));
             match status.state {
+                // A shard leased now would only be given back.
+                EngineState::Ready if shared.engine_watch.is_stalled(&status) => idle.wait_poll().await?,
                 EngineState::Ready if shared.window.has_room() && !desk.has_alone() => return Some(()),
                 EngineState::Ready => idle.wait_for(changed).await?,
                 EngineState::Starting(_) | EngineState::Poisoned(_) => idle.wait_poll().await?,

@@ -73,8 +73,12 @@ async fn run_alone(shard: &mut OpenLease, probe: Option<(u32, u32)>) -> Result<E
         bits.sort_by_key(|bit| *bit != suspect);
     }
     for bit in bits {
-        if shard.guard.order() >= Order::Drain {
-            return Err(Stop::HandBack);
+        if let Some(stop) = Stop::of(shard.guard.order()) {
+            return Err(stop);
+        }
+        // Whatever stalls the engine, it is not the item that has not run yet.
+        if shard.shared.engine_watch.is_stalled(&shard.generate.status()) {
+            return Err(Stop::stalled());
         }
         if probe.is_some_and(|(suspect, deaths)| suspect == bit && deaths >= PROBE_DEATHS_MAX) {
             tracing::error!(job.id = %shard.key.job, item.index = shard.item(bit).0, "gave an item up: its workers died");
@@ -103,10 +107,8 @@ async fn wait_until_alone(shard: &mut OpenLease) -> Result<(), Stop> {
         if shard.seat.try_alone() {
             return Ok(());
         }
-        match shard.guard.order() {
-            Order::Lost => return Err(Stop::Lost),
-            Order::Drain | Order::HandBack => return Err(Stop::HandBack),
-            Order::Run => {}
+        if let Some(stop) = Stop::of(shard.guard.order()) {
+            return Err(stop);
         }
         tokio::select! {
             () = changed => {}
@@ -126,6 +128,7 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
         match order {
             Order::Lost => return Err(Stop::Lost),
             Order::HandBack => return Err(Stop::HandBack),
+            Order::Stalled => return Err(Stop::stalled()),
             Order::Drain if shard.drain() => return Err(Stop::HandBack),
             Order::Drain | Order::Run => {}
         }

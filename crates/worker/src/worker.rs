@@ -15,7 +15,7 @@ use crate::lifecycle::sweep::SweepAges;
 use crate::lifecycle::webhook::Webhook;
 use crate::mapper::Mapper;
 use crate::planner::Desk;
-use crate::renewal::{self, Leases, Order};
+use crate::renewal::{self, EngineWatch, Leases, Order};
 use crate::window::{Window, WindowStatus};
 use crate::{Error, WorkerConfig, lock, pool};
 
@@ -84,6 +84,7 @@ pub(crate) struct Shared {
     /// Where shards meet the engine, when there is one.
     pub(crate) desk: Option<Desk>,
     pub(crate) leases: Leases,
+    pub(crate) engine_watch: Arc<EngineWatch>,
     pub(crate) retries: crate::outcome::RetryBudgets,
     pub(crate) troubles: crate::claim::Troubles,
     pub(crate) sweep_ages: SweepAges,
@@ -156,6 +157,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         window,
         desk,
         leases: Leases::default(),
+        engine_watch: Arc::new(EngineWatch::new(config.engine_stall_max)),
         retries: crate::outcome::RetryBudgets::default(),
         troubles: crate::claim::Troubles::default(),
         sweep_ages: SweepAges::default(),
@@ -176,8 +178,16 @@ fn start_timers(shared: &Arc<Shared>, row: NewWorker, stop: &CancellationToken) 
     let (store, leases, config) = (&shared.store, &shared.leases, &shared.config);
     let mut timers = vec![tokio::spawn(report(shared.clone(), row, stop.clone()))];
     if let Some(generate) = &shared.generate {
-        let renewal =
-            renewal::renew(store.clone(), shared.id, leases.clone(), generate.clone(), config.clone(), stop.clone());
+        let (generate, engine_watch) = (generate.clone(), shared.engine_watch.clone());
+        let renewal = renewal::renew(
+            store.clone(),
+            shared.id,
+            leases.clone(),
+            generate,
+            engine_watch,
+            config.clone(),
+            stop.clone(),
+        );
         timers.push(tokio::spawn(renewal));
         let watch = renewal::watch_jobs(store.clone(), leases.clone(), config.clone(), stop.clone());
         timers.push(tokio::spawn(watch));

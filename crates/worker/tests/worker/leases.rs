@@ -6,7 +6,7 @@ use overnight_store::{AttemptEnd, Attempts, ClaimShard, Shards, Workers};
 use overnight_testing::scripted::echo_of;
 use overnight_testing::service::{is_own_echo, numbered_lines};
 use overnight_testing::{Failing, Reply, ScriptedGenerate, TestService, wait};
-use overnight_types::{ShardIndex, ShardState, WorkerId};
+use overnight_types::{JobId, ShardIndex, ShardState, WorkerId};
 
 async fn all_held(engine: &ScriptedGenerate, count: usize) {
     wait::until("requests at the engine", || async {
@@ -105,26 +105,87 @@ async fn worker_stopped_past_its_lease_writes_nothing() {
     service.drop_checks(job).await;
 }
 
-#[tokio::test]
-async fn stalled_engine_loses_its_leases() {
+/// Short leases, and an engine that counts as stalled after a fifth of a second.
+async fn stalling_service() -> TestService {
     let mut service = TestService::new().await;
-    service.config.lease_ttl = Duration::from_millis(500);
-    service.config.renew_every = Duration::from_millis(100);
+    service.config.lease_ttl = Duration::from_millis(600);
+    service.config.renew_every = Duration::from_millis(50);
     service.config.engine_stall_max = Duration::from_millis(200);
-    let job = service.submit_cut(&numbered_lines(2), 2).await;
-    let hung = ScriptedGenerate::new(|_| Reply::Silence);
-    hung.stall_since(Instant::now());
-    let worker = service.start(&hung).await;
-    all_held(&hung, 2).await;
-    wait::until("the lease to be lost", || async {
+    service
+}
+
+/// Waits until the lease of the first shard was given back as trouble, then for
+/// several lease times more. Asserts that nothing is leased meanwhile.
+async fn given_back_and_left_alone(service: &TestService, job: JobId) {
+    wait::until("the lease to be given back", || async {
         let shard = service.shards(job).await.remove(0);
-        if shard.crashes > 0 || shard.epoch.0 > 1 { Ok(()) } else { Err(service.seen(job).await) }
+        if shard.state == ShardState::Ready { Ok(()) } else { Err(service.seen(job).await) }
     })
     .await;
-    let heir = service.start(&ScriptedGenerate::echo()).await;
-    drop(worker);
-    service.until_outcomes(job, 2).await;
-    heir.shutdown(Duration::from_secs(5)).await;
+    let claims = service.store.calls("claim_shard");
+    let polls = service.store.calls("claim_step");
+    wait::until("several lease times", || async {
+        let polls = service.store.calls("claim_step") - polls;
+        if polls >= 60 { Ok(()) } else { Err(format!("{polls} polls")) }
+    })
+    .await;
+    assert_eq!(service.store.calls("claim_shard"), claims, "nothing is claimed while the engine stalls");
+    let shard = service.shards(job).await.remove(0);
+    assert_eq!(shard.state, ShardState::Ready, "{}", service.seen(job).await);
+    let attempts = service.store.list_attempts(job, ShardIndex(0), 1).await.unwrap();
+    assert_eq!(attempts[0].end, Some(AttemptEnd::Trouble));
+}
+
+// One hung step of a single server: its items wait, and none of them pays for it.
+#[tokio::test]
+async fn stalled_engine_gives_its_shards_back_and_gets_none() {
+    let service = stalling_service().await;
+    let job = service.submit_cut(&numbered_lines(2), 2).await;
+    let engine = holding();
+    engine.hang();
+    let worker = service.start(&engine).await;
+    all_held(&engine, 2).await;
+    given_back_and_left_alone(&service, job).await;
+    assert_eq!(service.shards(job).await[0].crashes, 0);
+    engine.recover();
+    wait::until("all outcomes", || async {
+        engine.release_all();
+        let done = service.outcomes(job).await.len();
+        if done == 2 { Ok(()) } else { Err(service.seen(job).await) }
+    })
+    .await;
+    assert!(service.outcomes(job).await.iter().all(|(item, record)| is_own_echo(record, &format!("item-{item}"))));
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+// The item that runs alone while the engine hangs has killed nobody.
+#[tokio::test]
+async fn stalled_engine_is_no_death_of_the_item_that_runs_alone() {
+    let service = stalling_service().await;
+    let job = service.submit_cut(&numbered_lines(2), 2).await;
+    for _ in 0..3 {
+        let claim = ClaimShard { worker: WorkerId::new(), ttl: Duration::from_secs(60), models: None, oldest: false };
+        service.store.claim_shard(&claim).await.unwrap().expect("a shard is ready");
+        service.store.release_leases_of_dead(&[claim.worker]).await.unwrap();
+    }
+    let engine = holding();
+    engine.hang();
+    let worker = service.start(&engine).await;
+    all_held(&engine, 1).await;
+    given_back_and_left_alone(&service, job).await;
+    let shard = service.shards(job).await.remove(0);
+    assert_eq!((shard.probe_item.map(|item| item.0), shard.probe_deaths, shard.crashes), (Some(0), 0, 3));
+    assert_eq!(service.store.calls("set_probe_if_leased"), 1, "nobody is put to the proof at a hung engine");
+    engine.recover();
+    wait::until("all outcomes", || async {
+        engine.release_all();
+        let done = service.outcomes(job).await.len();
+        if done == 2 { Ok(()) } else { Err(service.seen(job).await) }
+    })
+    .await;
+    assert!(service.outcomes(job).await.iter().all(|(item, record)| is_own_echo(record, &format!("item-{item}"))));
+    worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
 }
 

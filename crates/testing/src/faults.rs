@@ -1,5 +1,5 @@
 //! A store that fails as told: the n-th call of a method, before or after its
-//! effect, or for ever until told otherwise.
+//! effect, or for ever until told otherwise; or that stops in front of a call.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,6 +38,26 @@ struct State {
     plans: Vec<Plan>,
     calls: HashMap<&'static str, u32>,
     hung: u32,
+    pauses: HashMap<&'static str, Pause>,
+}
+
+/// A caller that stands before a call, as a stopped process does, until let go on.
+#[derive(Debug, Clone)]
+pub struct Pause {
+    reached: Arc<Notify>,
+    go_on: Arc<Notify>,
+}
+
+impl Pause {
+    /// Resolves once the caller stands there.
+    pub async fn reached(&self) {
+        self.reached.notified().await;
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) {
+        self.go_on.notify_one();
+    }
 }
 
 /// A [`Store`] with faults. Clones share them.
@@ -57,6 +77,13 @@ impl FaultyStore {
     /// Fails `count` calls of `method` after the next `skip`.
     pub fn fail(&self, method: &'static str, skip: u32, count: u32, failing: Failing) {
         self.lock().plans.push(Plan { method, skip, count, failing });
+    }
+
+    /// Stops the next caller of `method` before the call.
+    pub fn pause(&self, method: &'static str) -> Pause {
+        let pause = Pause { reached: Arc::default(), go_on: Arc::default() };
+        self.lock().pauses.insert(method, pause.clone());
+        pause
     }
 
     /// Fails no call from now on. Calls that hang stay so.
@@ -100,6 +127,14 @@ impl FaultyStore {
         None
     }
 
+    async fn stand_before(&self, method: &'static str) {
+        let pause = self.lock().pauses.remove(method);
+        if let Some(pause) = pause {
+            pause.reached.notify_one();
+            pause.go_on.notified().await;
+        }
+    }
+
     async fn hang<T>(&self) -> T {
         self.lock().hung += 1;
         self.hanging.notify_waiters();
@@ -116,6 +151,7 @@ macro_rules! with_faults {
         #[async_trait]
         impl $trait for FaultyStore {
             $(async fn $method(&self $(, $arg: $type)*) -> Result<$answer, Error> {
+                self.stand_before(stringify!($method)).await;
                 let failing = self.enter(stringify!($method));
                 match failing {
                     Some(Failing::Before) => return Err(Self::unavailable(stringify!($method))),
@@ -211,7 +247,6 @@ with_faults! {
     }
 }
 
-#[async_trait]
 impl Wake for FaultyStore {
     async fn woken(&self) {
         self.inner.woken().await;

@@ -6,6 +6,6 @@ pub mod service;
 pub mod tiny_model;
 pub mod wait;
 
-pub use faults::{Failing, FaultyStore};
+pub use faults::{Failing, FaultyStore, Pause};
 pub use scripted::{Ask, Reply, ScriptedGenerate};
 pub use service::TestService;

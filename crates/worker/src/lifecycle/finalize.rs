@@ -2,7 +2,9 @@
 //!
 //! Invariants: the files are a pure function of the committed segments, the input
 //! and the job's ending, so two finalizers write the same bytes and the step can
-//! be run again from any point; a segment that is missing or damaged fails the
+//! be run again from any point; nothing becomes visible unless the lease still stood
+//! after the last row was read, so what a finalizer publishes is of its own round,
+//! however late it comes; a segment that is missing or damaged fails the
 //! step, which is then retried, and nothing is published; memory is bounded by a
 //! few shards, whatever their number.
 
@@ -32,15 +34,17 @@ pub async fn run(context: &StepContext, lease: &StepLease) -> Result<(), Error> 
     let fenced = context.store.fence_shards_if_leased(lease).await;
     held(fenced.map_err(Error::store("fence a job's shards"))?)?;
     fail::fail_point!("finalize::after_fence");
-    let published = publish(context, &lease.job).await?;
+    let published = publish(context, lease).await?;
     let finished = context.store.finish_job_if_leased(lease, published).await;
     held(finished.map_err(Error::store("end a job"))?)?;
     fail::fail_point!("finalize::after_finish");
     Ok(())
 }
 
-/// Writes the output file, the error file and the manifest; repeatable.
-pub async fn publish(context: &StepContext, job: &Job) -> Result<Published, Error> {
+/// Writes the output file, the error file and the manifest; repeatable. Errors with
+/// [`Error::Stopped`], with nothing published, when the lease is not held any more.
+pub async fn publish(context: &StepContext, lease: &StepLease) -> Result<Published, Error> {
+    let job = &lease.job;
     let missing = |what: &str| Error::Damaged { job: job.id, what: format!("it ends without {what}") };
     let ending = job.ending.ok_or_else(|| missing("an ending"))?;
     let output_id = job.output_file_id.ok_or_else(|| missing("an output file id"))?;
@@ -51,6 +55,12 @@ pub async fn publish(context: &StepContext, job: &Job) -> Result<Published, Erro
         write_lines(context, job, ending, &mut files).await?;
     }
     fail::fail_point!("finalize::before_output_object");
+    // Everything is read. A lease that stands now stood while it was read, so the rows
+    // were those of this round's end; the names below are of this round too. If it is
+    // lost from here on, whoever takes over writes the same bytes. Without this look a
+    // finalizer that was stopped could read a later round and change published files.
+    let held_still = context.store.extend_step_if_leased(lease, context.lease_ttl).await;
+    held(held_still.map_err(Error::store("extend a step's lease"))?)?;
     let Files { output, error, tally, .. } = files;
     let output = output.finish().await?;
     fail::fail_point!("finalize::after_output_object");

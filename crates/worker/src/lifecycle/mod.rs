@@ -50,6 +50,8 @@ pub struct StepContext {
     pub producer: String,
     /// What intake accepts and how it cuts shards.
     pub limits: Limits,
+    /// How long a step's lease lasts without renewal.
+    pub lease_ttl: Duration,
 }
 
 /// One piece of lifecycle work.
@@ -202,6 +204,7 @@ async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
         known_models: shared.known_models.clone(),
         producer: shared.producer.clone(),
         limits: shared.limits.clone(),
+        lease_ttl: shared.config.lease_ttl,
     };
     let started_at = Instant::now();
     let leased = lease.clone();

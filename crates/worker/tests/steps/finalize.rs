@@ -265,8 +265,59 @@ async fn two_finalizers_write_the_same_bytes_and_one_ends_the_job() {
     };
     let before = read().await;
     // A late finalizer that got past the fence before its lease was lost.
-    finalize::publish(&context, &fresh.job).await.unwrap();
+    let err = finalize::publish(&context, &stale).await.unwrap_err();
+    assert_eq!(err.class(), Class::Cancelled, "{err}");
     assert_eq!(read().await, before);
+}
+
+// A finalizer that dies before the job's end has written what the next one writes.
+#[tokio::test]
+async fn finalizer_that_takes_over_writes_the_same_bytes() {
+    let service = TestService::new().await;
+    let id = running(&service, 10).await;
+    run_items(&service, id, |item| Some(if item % 3 == 0 { Failed } else { Completed })).await;
+    let lease = claim(&service, StepKind::Finalize).await;
+    let first = finalize::publish(&context(&service), &lease).await.unwrap();
+    let before = object(&service, lease.job.output_file_id).await.unwrap();
+    let lease = claim(&service, StepKind::Finalize).await;
+    assert_eq!(finalize::publish(&context(&service), &lease).await.unwrap(), first);
+    assert_eq!(object(&service, lease.job.output_file_id).await.unwrap(), before);
+}
+
+// SIGSTOP in a finalizer of the first round; it goes on when the second has outcomes.
+#[tokio::test]
+async fn finalizer_that_wakes_up_in_a_later_round_changes_no_published_byte() {
+    for paused_at in ["list_shards", "list_segments"] {
+        let service = TestService::new().await;
+        let id = running(&service, 4).await;
+        run_items(&service, id, |item| (item < 2).then_some(if item == 0 { Completed } else { Failed })).await;
+        let cancelled = service.store.cancel_job_if_active(id, CancelMode::Now, Duration::ZERO).await.unwrap();
+        assert!(cancelled.is_applied());
+        let stopped = claim(&service, StepKind::Finalize).await;
+        let pause = service.store.pause(paused_at);
+        let finalizer = {
+            let (context, stopped) = (context(&service), stopped.clone());
+            tokio::spawn(async move { finalize::run(&context, &stopped).await })
+        };
+        pause.reached().await;
+        run_finalize(&service).await.unwrap();
+        let first = ended(&service, id, JobState::Cancelled).await;
+        let job = service.job(id).await;
+        let files = async || {
+            let manifest = service.blobs.read(&ObjectName::manifest(id, 1)).await.unwrap();
+            (object(&service, job.output_file_id).await, object(&service, job.error_file_id).await, manifest)
+        };
+        let before = files().await;
+        reopen(&service, id, not_completed()).await;
+        run_items(&service, id, |_| Some(Completed)).await;
+        pause.go_on();
+        let err = finalizer.await.unwrap().unwrap_err();
+        assert_eq!(err.class(), Class::Cancelled, "{err}");
+        assert_eq!(files().await, before, "stopped at {paused_at}");
+        run_finalize(&service).await.unwrap();
+        let second = ended(&service, id, JobState::Completed).await;
+        assert_eq!((first.0.len(), second.0.len()), (1, 4));
+    }
 }
 
 // Field report 26: killed at each place and run again; published once, whole.
@@ -370,6 +421,7 @@ async fn shard_of_large_outputs_is_published_all_the_same() {
 async fn input_that_is_gone_delays_the_lines_of_undone_items() {
     let (service, clock) = service_with_clock().await;
     let id = running(&service, 5).await;
+    run_items(&service, id, |item| (item == 1).then_some(Completed)).await;
     clock.advance(Duration::from_secs(3_700));
     service.store.expire_due_jobs(10).await.unwrap();
     let name = ObjectName::file(service.job(id).await.input_file_id);
@@ -377,7 +429,8 @@ async fn input_that_is_gone_delays_the_lines_of_undone_items() {
     service.blobs.delete(&name).await.unwrap();
     run_finalize(&service).await.unwrap_err();
     assert_eq!(service.job(id).await.state, JobState::Finalizing);
-    service.blobs.put(&name, bytes).await.unwrap();
+    std::fs::remove_dir(&objects).unwrap();
+    std::fs::rename(&elsewhere, &objects).unwrap();
     run_finalize(&service).await.unwrap();
     ended(&service, id, JobState::Expired).await;
     let mut published = service.blobs.list(Prefix::Files);

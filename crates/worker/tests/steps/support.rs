@@ -28,6 +28,8 @@ pub(crate) fn context(service: &TestService) -> StepContext {
         known_models: vec!["m".to_owned()],
         producer: "test engine".to_owned(),
         limits: Limits { shard_items_max: 4, small_shard_items_max: 4, ..Limits::default() },
+        // As `claim` leases: whoever claims next finds the step free at once.
+        lease_ttl: Duration::ZERO,
     }
 }
 

@@ -33,7 +33,7 @@ pub struct NewShard {
     pub first_line: u64,
     /// First byte in the input object.
     pub byte_offset: u64,
-    /// Bytes up to the next shard.
+    /// Bytes up to the end of its last item's line; blank lines around shards belong to none.
     pub byte_len: u64,
     /// Hash of its items' lines as intake read them; `None` in rows of a release that
     /// took none, whose lines are fed unchecked.

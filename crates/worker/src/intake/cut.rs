@@ -72,8 +72,8 @@ impl Cutter {
         self.num_items
     }
 
-    /// Takes the next item's line. Blank lines before it were passed over: they go to
-    /// the shard before.
+    /// Takes the next item's line. Blank lines before it were passed over: between two
+    /// shards they belong to none, however many they are.
     #[inline]
     pub fn item(&mut self, line: &Line<'_>) {
         // A line over the limit has no content; its file fails anyway.
@@ -97,15 +97,12 @@ impl Cutter {
         }
     }
 
-    /// The file ends here: the rest of the shards.
-    pub fn finish(&mut self, end: u64) -> Vec<NewShard> {
+    /// The file has ended: the rest of the shards.
+    pub fn finish(&mut self) -> Vec<NewShard> {
         let cut = self.fine.as_mut().unwrap_or(&mut self.coarse);
         if cut.open.num_items > 0 {
-            cut.open.end = end;
             cut.closed.push(cut.open);
             cut.open.num_items = 0;
-        } else if let Some(last) = cut.closed.last_mut() {
-            last.end = end;
         }
         cut.settle()
     }
@@ -121,8 +118,11 @@ impl Cut {
         let open = &mut self.open;
         let full = open.num_items >= self.items_max || (open.num_items > 0 && line.end - open.offset > self.bytes_max);
         if full {
-            open.end = line.offset;
             self.closed.push(*open);
+        }
+        // A shard starts and ends with an item: it is read whole, so what lies around its
+        // items (gigabytes of newlines, perhaps) must not be part of it.
+        if full || open.num_items == 0 {
             *open = Open::starting_at(item, line.number, line.offset);
         }
         open.num_items += 1;
@@ -169,7 +169,7 @@ mod tests {
                 cutter = serde_json::from_str(&saved).unwrap();
             }
         }
-        shards.extend(cutter.finish(offset));
+        shards.extend(cutter.finish());
         assert_eq!(cutter.num_shards() as usize, shards.len());
         shards
     }
@@ -186,21 +186,29 @@ mod tests {
 
     #[track_caller]
     fn assert_covers(shards: &[NewShard], lines: &[u64]) {
-        let (mut item, mut offset) = (0, 0);
-        let mut items = (0..lines.len()).filter(|index| lines[*index] > 0);
+        // Index, line number, first byte and end of each item's line.
+        let mut offset = 0;
+        let items = lines.iter().enumerate().filter_map(|(index, len)| {
+            let start = offset;
+            offset += len.max(&1);
+            (*len > 0).then_some((index, index as u64 + 1, start, offset))
+        });
+        let items: Vec<(usize, u64, u64, u64)> = items.collect();
+        let mut rest = items.as_slice();
         for (index, shard) in shards.iter().enumerate() {
-            assert_eq!((shard.shard.0 as usize, shard.first_item.0, shard.byte_offset), (index, item, offset));
+            assert_eq!(shard.shard.0 as usize, index);
+            assert_eq!(shard.first_item.0 as usize, items.len() - rest.len());
             assert!(shard.num_items > 0);
+            let (own, after) = rest.split_at(shard.num_items as usize);
+            let (_, line, start, _) = own[0];
+            let end = own[own.len() - 1].3;
+            assert_eq!((shard.first_line, shard.byte_offset, shard.byte_len), (line, start, end - start), "{index}");
             let mut hash = LinesHash::default();
-            for index in items.by_ref().take(shard.num_items as usize) {
-                hash.push(LinesHash::of_line(&index.to_le_bytes()));
-            }
+            own.iter().for_each(|(index, ..)| hash.push(LinesHash::of_line(&index.to_le_bytes())));
             assert_eq!(shard.lines_hash, Some(hash.value()), "shard {index}");
-            item += u64::from(shard.num_items);
-            offset += shard.byte_len;
+            rest = after;
         }
-        assert_eq!(item, lines.iter().filter(|len| **len > 0).count() as u64);
-        assert_eq!(offset, if item == 0 { 0 } else { lines.iter().map(|len| len.max(&1)).sum() });
+        assert!(rest.is_empty(), "{rest:?}");
     }
 
     #[test]
@@ -223,11 +231,11 @@ mod tests {
     }
 
     #[test]
-    fn blank_lines_belong_to_a_shard_and_are_counted_as_lines() {
+    fn blank_lines_around_a_shard_are_counted_as_lines_and_not_read() {
         let lines = [0, 0, 10, 0, 10, 0, 10, 0];
         let shards = cut(&limits(), &lines, 1);
         assert_covers(&shards, &lines);
-        assert_eq!((shards[0].first_line, shards[1].first_line), (1, 7));
+        assert_eq!((shards[0].first_line, shards[1].first_line), (3, 7));
         assert!(cut(&limits(), &[0, 0], 1).is_empty());
     }
 
@@ -241,7 +249,7 @@ mod tests {
         assert_ne!(saved, earlier);
         let mut cutter: Cutter = serde_json::from_str(&earlier).unwrap();
         (2..=3).for_each(|number| cutter.item(&line(number)));
-        let hashed: Vec<bool> = cutter.finish(15).iter().map(|shard| shard.lines_hash.is_some()).collect();
+        let hashed: Vec<bool> = cutter.finish().iter().map(|shard| shard.lines_hash.is_some()).collect();
         assert_eq!(hashed, [false, true], "only the shard that was half grown");
     }
 
@@ -249,6 +257,22 @@ mod tests {
     fn hash_of(saved: &str) -> &str {
         let rest = saved.split_once(r#""lines_hash":"#).unwrap().1;
         rest.split(|byte: char| !byte.is_ascii_digit()).next().unwrap()
+    }
+
+    #[test]
+    fn no_number_of_blank_lines_makes_a_shard_larger_than_its_bytes() {
+        for few in [0, 3] {
+            let limits = Limits { small_file_shards: few, ..limits() };
+            let mut lines = vec![0; 500];
+            for at in [0, 250, 260, 499] {
+                lines[at] = 10;
+            }
+            for every in [1, 1_000] {
+                let shards = cut(&limits, &lines, every);
+                assert_covers(&shards, &lines);
+                assert!(shards.iter().all(|shard| shard.byte_len <= limits.shard_bytes_max), "{shards:?}");
+            }
+        }
     }
 
     #[test]

@@ -190,7 +190,7 @@ impl Pass {
         }
         (self.state.offset, self.state.line) = splitter.position();
         piece.at_end = self.state.offset >= size;
-        piece.shards = if piece.at_end { self.end(size)? } else { self.state.cutter.settled() };
+        piece.shards = if piece.at_end { self.end()? } else { self.state.cutter.settled() };
         Ok(piece)
     }
 
@@ -226,13 +226,13 @@ impl Pass {
         }
     }
 
-    fn end(&mut self, size: u64) -> Result<Vec<NewShard>, SourceError> {
+    fn end(&mut self) -> Result<Vec<NewShard>, SourceError> {
         let sha256 = self.state.sha.clone().finish();
         match self.options.expected {
             Some(expected) if expected.sha256 != sha256 => {
                 Err(SourceError::Changed { what: "its sha256 is not the recorded one".to_owned() })
             }
-            _ => Ok(self.state.cutter.finish(size)),
+            _ => Ok(self.state.cutter.finish()),
         }
     }
 

@@ -16,6 +16,7 @@ pub mod layout;
 pub mod lines;
 pub mod lines_hash;
 pub mod manifest;
+mod mark;
 pub mod outcome_line;
 pub mod segment;
 pub mod sha;

@@ -1,5 +1,7 @@
 //! Reads and writes whole objects over one storage: a local folder whose writes
-//! are synced, or memory for tests. Every call has a time limit.
+//! are synced, or memory for tests. Every call has a time limit. A folder that is
+//! not the one that was opened (its disk is not mounted) is [`Error::Unavailable`]:
+//! nothing in it counts as missing, and nothing is written to it.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,6 +16,7 @@ use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload}
 use overnight_types::Timestamp;
 
 use crate::layout::{ObjectName, Prefix};
+use crate::mark::Mark;
 use crate::writer::BlobWriter;
 use crate::{Error, lines};
 
@@ -33,6 +36,8 @@ struct Inner {
     driver: Arc<dyn ObjectStore>,
     /// The folder, when local.
     root: Option<PathBuf>,
+    /// The folder's mark, when local and lasting.
+    mark: Option<Mark>,
     /// Of one call.
     limit: Duration,
     piece_bytes: u64,
@@ -82,15 +87,16 @@ impl Blobs {
     pub fn local(root: &Path) -> Result<Self, Error> {
         let shown = root.display().to_string();
         make_durable(root).map_err(|err| Error::from_io("create folder", shown.clone(), err))?;
+        let mark = Mark::find_or_make(root).map_err(|err| Error::from_io("mark folder", shown.clone(), err))?;
         let driver = LocalFileSystem::new_with_prefix(root)
             .map_err(|err| Error::from_driver("open folder", shown, err))?
             .with_fsync(true);
-        Ok(Self::over(Arc::new(driver), Some(root.to_owned()), None))
+        Ok(Self::over(Arc::new(driver), Some(root.to_owned()), Some(mark), None))
     }
 
     /// Storage in memory, for tests.
     pub fn memory() -> Self {
-        Self::over(Arc::new(InMemory::new()), None, None)
+        Self::over(Arc::new(InMemory::new()), None, None, None)
     }
 
     /// An unsynced folder of its own that goes away with the last handle: room
@@ -100,25 +106,36 @@ impl Blobs {
         let dir = tempfile::Builder::new().prefix("overnight-").tempdir().map_err(failed)?;
         let driver = LocalFileSystem::new_with_prefix(dir.path())
             .map_err(|err| Error::from_driver("open folder", dir.path().display().to_string(), err))?;
-        Ok(Self::over(Arc::new(driver), Some(dir.path().to_owned()), Some(dir)))
+        Ok(Self::over(Arc::new(driver), Some(dir.path().to_owned()), None, Some(dir)))
     }
 
     /// Over any driver, for fault wrappers in tests. `limit` bounds each call.
     pub fn with_driver(driver: Arc<dyn ObjectStore>, limit: Duration) -> Self {
         let piece_bytes = LOCAL_PIECE_BYTES;
-        Self { inner: Arc::new(Inner { driver, root: None, limit, piece_bytes, scratch: None }) }
+        Self { inner: Arc::new(Inner { driver, root: None, mark: None, limit, piece_bytes, scratch: None }) }
     }
 
     /// The same storage, read and written in pieces of this size.
     pub fn with_piece_bytes(self, piece_bytes: u64) -> Self {
-        let Inner { driver, root, limit, scratch, .. } = &*self.inner;
-        let (driver, root, scratch) = (driver.clone(), root.clone(), scratch.clone());
-        Self { inner: Arc::new(Inner { driver, root, limit: *limit, piece_bytes: piece_bytes.max(1), scratch }) }
+        let Inner { driver, root, mark, limit, scratch, .. } = &*self.inner;
+        let (driver, root, mark, scratch) = (driver.clone(), root.clone(), mark.clone(), scratch.clone());
+        let piece_bytes = piece_bytes.max(1);
+        Self { inner: Arc::new(Inner { driver, root, mark, limit: *limit, piece_bytes, scratch }) }
     }
 
-    fn over(driver: Arc<dyn ObjectStore>, root: Option<PathBuf>, scratch: Option<tempfile::TempDir>) -> Self {
+    fn over(
+        driver: Arc<dyn ObjectStore>,
+        root: Option<PathBuf>,
+        mark: Option<Mark>,
+        scratch: Option<tempfile::TempDir>,
+    ) -> Self {
         let (limit, piece_bytes) = (LOCAL_LIMIT, LOCAL_PIECE_BYTES);
-        Self { inner: Arc::new(Inner { driver, root, limit, piece_bytes, scratch: scratch.map(Arc::new) }) }
+        Self { inner: Arc::new(Inner { driver, root, mark, limit, piece_bytes, scratch: scratch.map(Arc::new) }) }
+    }
+
+    /// The storage's own id, for whoever must know it again; `None` in memory.
+    pub fn id(&self) -> Option<uuid::Uuid> {
+        self.inner.mark.as_ref().map(|mark| mark.id)
     }
 
     /// Whether objects are files of this machine (or memory): calls are cheap.
@@ -134,6 +151,7 @@ impl Blobs {
     /// Writes a whole object; durable on return. Overwrites, which is harmless:
     /// a name's bytes are a function of the name.
     pub async fn put(&self, name: &ObjectName, bytes: Bytes) -> Result<(), Error> {
+        self.require_mounted("write", name).await?;
         let path = name.path();
         self.call("write", name, self.inner.driver.put(&path, PutPayload::from_bytes(bytes))).await.map(|_| ())
     }
@@ -141,6 +159,7 @@ impl Blobs {
     /// Starts a streaming write in bounded memory. Nothing is visible before
     /// [`BlobWriter::finish`] returns.
     pub async fn writer(&self, name: &ObjectName) -> Result<BlobWriter, Error> {
+        self.require_mounted("start writing", name).await?;
         let path = name.path();
         let upload = self.call("start writing", name, self.inner.driver.put_multipart(&path)).await?;
         Ok(BlobWriter::new(*name, upload, self.inner.piece_bytes, self.inner.limit))
@@ -280,19 +299,26 @@ impl Blobs {
     ) -> Result<T, Error> {
         match tokio::time::timeout(self.inner.limit, work).await {
             Ok(Ok(value)) => Ok(value),
-            Ok(Err(err)) => Err(self.not_missing_without_root(Error::from_driver(doing, name.to_string(), err), doing)),
+            Ok(Err(err)) => {
+                let err = Error::from_driver(doing, name.to_string(), err);
+                if err.is_missing() {
+                    self.require_mounted(doing, name).await?;
+                }
+                Err(err)
+            }
             Err(_) => Err(Error::TimedOut { doing, name: name.to_string(), limit: self.inner.limit }),
         }
     }
 
-    /// When the whole folder is gone (unmounted), no object may be called missing.
-    fn not_missing_without_root(&self, err: Error, doing: &'static str) -> Error {
-        match (err, &self.inner.root) {
-            (Error::Missing { name }, Some(root)) if !root.is_dir() => {
-                let source = std::io::Error::new(std::io::ErrorKind::NotFound, format!("no folder {}", root.display()));
-                Error::Unavailable { doing, name, source: Box::new(source) }
-            }
-            (err, _) => err,
+    /// Proves that a local folder is still the one that was opened.
+    async fn require_mounted(&self, doing: &'static str, name: &ObjectName) -> Result<(), Error> {
+        let Some(mark) = self.inner.mark.clone() else { return Ok(()) };
+        let looked = tokio::task::spawn_blocking(move || mark.check());
+        let unavailable = |source| Error::Unavailable { doing, name: name.to_string(), source };
+        match tokio::time::timeout(self.inner.limit, looked).await {
+            Ok(Ok(found)) => found.map_err(|err| unavailable(Box::new(err))),
+            Ok(Err(err)) => Err(unavailable(Box::new(err))),
+            Err(_) => Err(Error::TimedOut { doing, name: name.to_string(), limit: self.inner.limit }),
         }
     }
 }

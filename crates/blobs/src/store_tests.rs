@@ -126,6 +126,44 @@ async fn vanished_folder_is_not_a_missing_object() {
     assert_eq!(blobs.read(&name).await.unwrap(), "x");
 }
 
+// Its mount point stays: an empty folder, or one with another disk's objects.
+#[tokio::test]
+async fn bare_mount_point_loses_no_object_and_takes_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let [objects, elsewhere] = ["objects", "elsewhere"].map(|name| dir.path().join(name));
+    let blobs = Blobs::local(&objects).unwrap();
+    let (name, other) = (ObjectName::file(FileId::new()), ObjectName::file(FileId::new()));
+    blobs.put(&name, Bytes::from_static(b"x")).await.unwrap();
+    std::fs::rename(&objects, &elsewhere).unwrap();
+    for other_disk in [false, true] {
+        std::fs::create_dir(&objects).unwrap();
+        if other_disk {
+            assert_ne!(Blobs::local(&objects).unwrap().id(), blobs.id());
+        }
+        let before = std::fs::read_dir(&objects).unwrap().count();
+        let outcomes = [
+            blobs.read(&name).await.map(drop),
+            blobs.read_range(&name, 0..1).await.map(drop),
+            blobs.size(&name).await.map(drop),
+            blobs.delete(&name).await,
+            blobs.put(&other, Bytes::from_static(b"y")).await,
+            blobs.writer(&other).await.map(drop),
+        ];
+        for outcome in outcomes {
+            let err = outcome.unwrap_err();
+            assert!(matches!(err, Error::Unavailable { .. }), "{err}");
+            let why = overnight_types::chain(&err);
+            assert!(why.contains("mounted"), "{why}");
+        }
+        assert_eq!(std::fs::read_dir(&objects).unwrap().count(), before, "nothing is written to it");
+        std::fs::remove_dir_all(&objects).unwrap();
+    }
+    std::fs::rename(&elsewhere, &objects).unwrap();
+    assert_eq!(blobs.read(&name).await.unwrap(), "x");
+    blobs.put(&other, Bytes::from_static(b"y")).await.unwrap();
+    assert_eq!(Blobs::local(&objects).unwrap().id(), blobs.id(), "the mark stays");
+}
+
 #[tokio::test]
 async fn call_that_hangs_is_cut_at_its_limit() {
     let driver = object_store::throttle::ThrottledStore::new(

@@ -189,6 +189,7 @@ pub(crate) fn files_under(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
             let entry = entry.unwrap();
             match entry.file_type().unwrap().is_dir() {
                 true => folders.push(entry.path()),
+                false if entry.file_name() == ".overnight-objects" => {}
                 false => found.push(entry.path()),
             }
         }

@@ -9,6 +9,7 @@ pub(crate) mod crash;
 pub(crate) mod engine;
 pub(crate) mod flags;
 pub(crate) mod late;
+mod objects;
 pub(crate) mod stats;
 
 use std::path::PathBuf;
@@ -52,14 +53,7 @@ impl Place {
             Failure::new(Exit::Failure, overnight_types::chain(&err)).code(code)
         })?;
         let store = open_store(config, true).await?;
-        let url = config.objects_url()?;
-        if let Some(path) = url.strip_prefix("file://") {
-            std::fs::create_dir_all(path).map_err(|err| {
-                Failure::new(Exit::Failure, format!("could not make the objects' folder {path}: {err}"))
-            })?;
-        }
-        let blobs =
-            Blobs::open(&url).map_err(|err| Failure::from_error(&format!("open the objects at {url}"), &err))?;
+        let blobs = objects::open(config, &data_dir)?;
         let webhook = webhook(config)?;
         Ok(Self { data_dir, store, blobs, webhook, _lock: lock })
     }

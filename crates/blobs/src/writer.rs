@@ -12,6 +12,9 @@ use crate::Error;
 use crate::layout::ObjectName;
 use crate::sha::Sha256;
 
+/// A disk that takes less than this while it syncs counts as hung, bytes per second.
+const SYNC_BYTES_PER_S_MIN: u64 = 2 << 20;
+
 /// What a finished write holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Written {
@@ -67,31 +70,40 @@ impl BlobWriter {
         if !self.buffer.is_empty() || self.sha.num_bytes() == 0 {
             self.put_piece().await?;
         }
-        let done = tokio::time::timeout(self.limit, self.upload.complete()).await;
-        self.settle("finish writing", done)?;
+        let limit = self.finish_limit();
+        let done = tokio::time::timeout(limit, self.upload.complete()).await;
+        self.settle("finish writing", limit, done)?;
         Ok(Written { bytes: self.sha.num_bytes(), sha256: self.sha.finish() })
     }
 
     /// Gives up and removes what was stored so far.
     pub async fn abort(mut self) -> Result<(), Error> {
         let done = tokio::time::timeout(self.limit, self.upload.abort()).await;
-        self.settle("abort writing", done)
+        self.settle("abort writing", self.limit, done)
+    }
+
+    /// The end syncs whatever the system has not written of the object yet, which may
+    /// be all of it: the time for that goes by its size. A limit that does not would
+    /// cut every try of a large object, for ever.
+    fn finish_limit(&self) -> Duration {
+        self.limit + Duration::from_secs(self.sha.num_bytes() / SYNC_BYTES_PER_S_MIN)
     }
 
     async fn put_piece(&mut self) -> Result<(), Error> {
         let piece = std::mem::replace(&mut self.buffer, BytesMut::with_capacity(self.piece_bytes)).freeze();
         let done = tokio::time::timeout(self.limit, self.upload.put_part(PutPayload::from_bytes(piece))).await;
-        self.settle("write", done)
+        self.settle("write", self.limit, done)
     }
 
     fn settle<T>(
         &self,
         doing: &'static str,
+        limit: Duration,
         done: Result<object_store::Result<T>, tokio::time::error::Elapsed>,
     ) -> Result<T, Error> {
         match done {
             Ok(done) => done.map_err(|err| Error::from_driver(doing, self.name.to_string(), err)),
-            Err(_) => Err(Error::TimedOut { doing, name: self.name.to_string(), limit: self.limit }),
+            Err(_) => Err(Error::TimedOut { doing, name: self.name.to_string(), limit }),
         }
     }
 }
@@ -131,4 +143,54 @@ fn is_old(entry: &std::fs::DirEntry, older_than: Duration) -> bool {
     let modified = entry.metadata().and_then(|meta| meta.modified());
     // A file from the future (a clock that was set back) is left alone.
     modified.is_ok_and(|at| SystemTime::now().duration_since(at).is_ok_and(|age| age >= older_than))
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::{PutResult, UploadPart};
+    use overnight_types::FileId;
+
+    use super::*;
+
+    /// Takes every part at once and needs so long for the end.
+    #[derive(Debug)]
+    struct SlowEnd(Duration);
+
+    #[async_trait::async_trait]
+    impl MultipartUpload for SlowEnd {
+        fn put_part(&mut self, _: PutPayload) -> UploadPart {
+            Box::pin(std::future::ready(Ok(())))
+        }
+
+        async fn complete(&mut self) -> object_store::Result<PutResult> {
+            tokio::time::sleep(self.0).await;
+            Ok(PutResult { e_tag: None, version: None, extensions: Default::default() })
+        }
+
+        async fn abort(&mut self) -> object_store::Result<()> {
+            Ok(())
+        }
+    }
+
+    async fn finish(bytes: usize, takes: Duration) -> Result<Written, Error> {
+        let limit = Duration::from_millis(20);
+        let mut writer = BlobWriter::new(ObjectName::file(FileId::new()), Box::new(SlowEnd(takes)), 1 << 20, limit);
+        writer.append(&vec![b'x'; bytes]).await?;
+        writer.finish().await
+    }
+
+    // Dirty pages of a large object go to disk in its one sync, minutes after the rest.
+    #[tokio::test]
+    async fn large_object_has_as_long_to_be_synced_as_its_size_takes() {
+        let takes = Duration::from_millis(200);
+        assert_eq!(finish(8 << 20, takes).await.unwrap().bytes, 8 << 20);
+        let err = finish(1 << 20, takes).await.unwrap_err();
+        assert!(matches!(err, Error::TimedOut { .. }), "a small one that takes as long hangs: {err}");
+    }
+
+    #[tokio::test]
+    async fn end_that_hangs_is_cut_whatever_the_size() {
+        let err = finish(3 << 20, Duration::from_secs(3_600)).await.unwrap_err();
+        assert!(err.to_string().contains("1.02 s to finish writing"), "{err}");
+    }
 }

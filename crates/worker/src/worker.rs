@@ -177,6 +177,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
 fn start_timers(shared: &Arc<Shared>, row: NewWorker, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
     let (store, leases, config) = (&shared.store, &shared.leases, &shared.config);
     let mut timers = vec![tokio::spawn(report(shared.clone(), row, stop.clone()))];
+    timers.push(tokio::spawn(lifecycle::expire_on_time(shared.clone())));
     if let Some(generate) = &shared.generate {
         let (generate, engine_watch) = (generate.clone(), shared.engine_watch.clone());
         let renewal = renewal::renew(

@@ -1,4 +1,5 @@
-//! Lifecycle steps: work on whole jobs that the tables say is due.
+//! Lifecycle steps: work on whole jobs that the tables say is due. Closing windows
+//! and taking dead leases back is a timer of its own, which no long step holds up.
 //!
 //! Invariants: a step runs under a lease of its job that is renewed beside it; a
 //! step is repeatable, so that it may be dropped at any await and run again.
@@ -59,8 +60,6 @@ pub struct StepContext {
 pub(crate) enum LifecycleWork {
     /// A leased step of a job.
     Step(Box<StepLease>),
-    /// Look for jobs past their window and for leases of the dead.
-    Expire,
     /// Remove what nothing needs any more.
     Sweep,
     /// Tell an end of a job, then what else is due.
@@ -71,25 +70,19 @@ pub(crate) enum LifecycleWork {
 #[derive(Debug)]
 pub(crate) struct StepSource {
     shared: Arc<Shared>,
-    /// When to expire and to sweep next.
-    due: Mutex<(Instant, Instant)>,
+    /// When to sweep next.
+    sweep_at: Mutex<Instant>,
 }
 
 impl StepSource {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        let now = Instant::now();
-        let due = Mutex::new((now, now + shared.config.sweep_every));
-        Self { shared, due }
+        let sweep_at = Mutex::new(Instant::now() + shared.config.sweep_every);
+        Self { shared, sweep_at }
     }
 
     fn take_due(&self) -> Option<LifecycleWork> {
         let now = Instant::now();
-        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
-        let (expire_at, sweep_at) = &mut *due;
-        if *expire_at <= now {
-            *expire_at = now + EXPIRE_EVERY.min(self.shared.config.poll_every * 5);
-            return Some(LifecycleWork::Expire);
-        }
+        let mut sweep_at = self.sweep_at.lock().unwrap_or_else(PoisonError::into_inner);
         if *sweep_at <= now {
             *sweep_at = now + self.shared.config.sweep_every;
             return Some(LifecycleWork::Sweep);
@@ -154,11 +147,6 @@ pub(crate) async fn run_work(shared: Arc<Shared>, work: LifecycleWork) {
     let stop = shared.stop_steps.clone();
     match work {
         LifecycleWork::Step(lease) => run_step(&shared, *lease).await,
-        LifecycleWork::Expire => {
-            if let Some(Err(err)) = stop.run_until_cancelled(expire::expire(store)).await {
-                tracing::warn!(error = %chain(&err), "could not expire jobs, trying again later");
-            }
-        }
         LifecycleWork::Sweep => match stop.run_until_cancelled(sweep::sweep(store, blobs, &shared.sweep_ages)).await {
             Some(Ok(swept)) => tracing::info!(?swept, "swept"),
             Some(Err(err)) => tracing::warn!(error = %chain(&err), "could not sweep, trying again later"),
@@ -192,6 +180,23 @@ async fn claim_event(shared: &Shared) -> Option<OutboxEvent> {
         Err(_) => {
             tracing::warn!("the database did not answer in time for webhook events, trying again later");
             None
+        }
+    }
+}
+
+/// Closes windows and takes back leases that ran out, again and again until the
+/// worker stops. Beside the pool: a job must expire, and a dead worker's shard come
+/// free, also while every place of the pool is taken by an hour-long intake.
+pub(crate) async fn expire_on_time(shared: Arc<Shared>) {
+    let every = EXPIRE_EVERY.min(shared.config.poll_every * 5);
+    loop {
+        match shared.stop_claiming.run_until_cancelled(expire::expire(shared.store.as_ref())).await {
+            Some(Ok(())) => {}
+            Some(Err(err)) => tracing::warn!(error = %chain(&err), "could not expire jobs, trying again later"),
+            None => return,
+        }
+        if shared.stop_claiming.run_until_cancelled(tokio::time::sleep(every)).await.is_none() {
+            return;
         }
     }
 }

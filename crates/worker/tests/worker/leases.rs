@@ -302,6 +302,26 @@ async fn lease_that_ran_out_is_taken_back_even_when_nobody_claims() {
     front.shutdown(Duration::from_secs(5)).await;
 }
 
+// However long the steps under way take, and though they take every place of the pool.
+#[tokio::test]
+async fn dead_lease_is_taken_back_while_every_place_for_steps_is_taken() {
+    let mut service = TestService::new().await;
+    service.config.lifecycle_steps_max = 1;
+    let job = service.submit_cut(&numbered_lines(2), 2).await;
+    service.submit(&numbered_lines(1)).await;
+    service.store.fail("record_intake_if_leased", 0, 1, Failing::HangBefore);
+    let front = service.start_parts(None).await;
+    service.store.hangs().await;
+    let claim = ClaimShard { worker: WorkerId::new(), ttl: Duration::from_millis(1), models: None, oldest: false };
+    service.store.claim_shard(&claim).await.unwrap().expect("a shard is ready");
+    wait::until("the shard to be ready again", || async {
+        let shard = service.shards(job).await.remove(0);
+        if shard.state == ShardState::Ready && shard.crashes == 1 { Ok(()) } else { Err(service.seen(job).await) }
+    })
+    .await;
+    front.shutdown(Duration::ZERO).await;
+}
+
 #[tokio::test]
 async fn no_lease_is_taken_before_the_engine_is_ready() {
     let service = TestService::new().await;

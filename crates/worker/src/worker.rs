@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::generate::{EngineState, EngineStatus, Generate};
 use crate::lifecycle::sweep::SweepAges;
+use crate::lifecycle::{self, StepFailures};
 use crate::lifecycle::webhook::Webhook;
 use crate::mapper::Mapper;
 use crate::planner::Desk;
@@ -88,6 +89,7 @@ pub(crate) struct Shared {
     pub(crate) retries: crate::outcome::RetryBudgets,
     pub(crate) troubles: crate::claim::Troubles,
     pub(crate) sweep_ages: SweepAges,
+    pub(crate) step_failures: StepFailures,
     /// Claims end.
     pub(crate) stop_claiming: CancellationToken,
     /// Steps end at their next await.
@@ -161,6 +163,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         retries: crate::outcome::RetryBudgets::default(),
         troubles: crate::claim::Troubles::default(),
         sweep_ages: SweepAges::default(),
+        step_failures: StepFailures::default(),
         stop_claiming: CancellationToken::new(),
         stop_steps: CancellationToken::new(),
         config,

@@ -14,13 +14,15 @@ pub mod sweep;
 pub mod undone;
 pub mod webhook;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::future::BoxFuture;
 use overnight_blobs::Blobs;
 use overnight_store::{Guarded, OutboxEvent, StepKind, StepLease, Store};
-use overnight_types::{Class, Limits, chain};
+use overnight_types::{Class, JobId, Limits, chain};
+use rand::Rng;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::task::AbortOnDropHandle;
 use webhook::Webhook;
@@ -30,9 +32,12 @@ use crate::claim::Idle;
 use crate::pool::Source;
 use crate::worker::Shared;
 
-/// A step that failed in a way that will not heal is tried again this rarely.
-const DAMAGED_RETRY: Duration = Duration::from_secs(60);
+/// A step that failed is tried again after this, doubled with each failure in a row.
 const STEP_RETRY: Duration = Duration::from_secs(2);
+/// The same for one that failed in a way that will not heal by itself.
+const DAMAGED_RETRY: Duration = Duration::from_secs(60);
+/// A step that goes on failing is tried again this rarely.
+const STEP_RETRY_MAX: Duration = Duration::from_secs(15 * 60);
 /// Webhook events told before others may take the place; a stopping worker waits for one at most.
 const TOLD_IN_A_ROW_MAX: u32 = 64;
 /// How often due expiries and dead leases are looked for.
@@ -64,6 +69,36 @@ pub(crate) enum LifecycleWork {
     Sweep,
     /// Tell an end of a job, then what else is due.
     Webhook(Box<OutboxEvent>, Webhook, OwnedSemaphorePermit),
+}
+
+/// Failures in a row of the steps that this worker tried, by job.
+#[derive(Debug, Default)]
+pub(crate) struct StepFailures {
+    in_a_row: Mutex<HashMap<JobId, u32>>,
+}
+
+impl StepFailures {
+    /// How long a step waits that has just failed once more. What is tried again may
+    /// be hours of reading and writing, so a full disk must not see it at once.
+    fn next_delay(&self, job: JobId, class: Class) -> Duration {
+        let first = if class == Class::Permanent { DAMAGED_RETRY } else { STEP_RETRY };
+        let mut in_a_row = self.lock();
+        let failures = in_a_row.entry(job).or_default();
+        let delay = first.saturating_mul(1 << (*failures).min(16)).min(STEP_RETRY_MAX);
+        *failures += 1;
+        // Steps that failed together must not come back together.
+        delay.mul_f64(rand::rng().random_range(0.75..=1.0))
+    }
+
+    /// The job's step went on, or is not this worker's any more.
+    fn over(&self, job: JobId) {
+        self.lock().remove(&job);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, u32>> {
+        // One map operation per section, whole across a panic.
+        self.in_a_row.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Claims steps that are due.
@@ -217,7 +252,10 @@ async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
     let mut step = AbortOnDropHandle::new(tokio::spawn(async move { step(&context, &leased).await }));
     let ended = tokio::select! {
         ended = &mut step => ended,
-        () = renew_until_lost(shared, &lease) => return tracing::warn!(job.id = %lease.job.id, kind = ?lease.kind, "lost the lease of a step"),
+        () = renew_until_lost(shared, &lease) => {
+            shared.step_failures.over(lease.job.id);
+            return tracing::warn!(job.id = %lease.job.id, kind = ?lease.kind, "lost the lease of a step");
+        }
         () = shared.stop_steps.cancelled() => {
             step.abort();
             return release(shared, &lease, Duration::ZERO).await;
@@ -225,24 +263,32 @@ async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
     };
     let took_s = started_at.elapsed().as_secs_f32();
     match ended {
-        Ok(Ok(())) => tracing::info!(job.id = %lease.job.id, kind = ?lease.kind, took_s, "step ended"),
+        Ok(Ok(())) => {
+            shared.step_failures.over(lease.job.id);
+            tracing::info!(job.id = %lease.job.id, kind = ?lease.kind, took_s, "step ended");
+            if lease.kind == StepKind::Finalize {
+                sweep_after(shared, lease.job.id).await;
+            }
+        }
         Ok(Err(err)) if err.class() == Class::Cancelled => {
             tracing::info!(job.id = %lease.job.id, kind = ?lease.kind, reason = %err, "step gave way");
             release(shared, &lease, Duration::ZERO).await;
         }
         Ok(Err(err)) => {
-            let delay = if err.class() == Class::Permanent { DAMAGED_RETRY } else { STEP_RETRY };
-            tracing::error!(job.id = %lease.job.id, kind = ?lease.kind, error = %chain(&err), "step failed, trying again");
+            let delay = shared.step_failures.next_delay(lease.job.id, err.class());
+            let delay_s = delay.as_secs_f32();
+            tracing::error!(job.id = %lease.job.id, kind = ?lease.kind, delay_s, error = %chain(&err), "step failed, trying again");
             release(shared, &lease, delay).await;
         }
         Err(err) if err.is_panic() => std::panic::resume_unwind(err.into_panic()),
         Err(_) => {}
     }
-    if lease.kind == StepKind::Finalize {
-        let swept = sweep::sweep_job(shared.store.as_ref(), &shared.blobs, lease.job.id, &shared.sweep_ages).await;
-        if let Err(err) = swept {
-            tracing::warn!(error = %chain(&err), "could not sweep after a job's end, trying again later");
-        }
+}
+
+async fn sweep_after(shared: &Shared, job: JobId) {
+    let swept = sweep::sweep_job(shared.store.as_ref(), &shared.blobs, job, &shared.sweep_ages).await;
+    if let Err(err) = swept {
+        tracing::warn!(error = %chain(&err), "could not sweep after a job's end, trying again later");
     }
 }
 
@@ -275,5 +321,24 @@ async fn release(shared: &Shared, lease: &StepLease, delay: Duration) {
         Ok(Ok(_)) => {}
         Ok(Err(err)) => tracing::warn!(error = %chain(&err), "could not release a step; its lease runs out"),
         Err(_) => tracing::warn!("the database did not answer the release of a step; its lease runs out"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn step_that_goes_on_failing_is_tried_ever_more_rarely() {
+        let failures = StepFailures::default();
+        let (job, other) = (JobId::new(), JobId::new());
+        let delays: Vec<f32> = (0..12).map(|_| failures.next_delay(job, Class::Transient).as_secs_f32()).collect();
+        assert!(delays[0] <= 2.0 && delays[3] >= 12.0 && delays[3] <= 16.0, "{delays:?}");
+        assert!(delays.iter().all(|delay| *delay <= 900.0), "{delays:?}");
+        assert!(delays[10..].iter().all(|delay| *delay >= 675.0), "{delays:?}");
+        assert!(failures.next_delay(other, Class::Transient) <= STEP_RETRY, "jobs do not wait for one another");
+        assert!(failures.next_delay(JobId::new(), Class::Permanent) >= DAMAGED_RETRY.mul_f64(0.75));
+        failures.over(job);
+        assert!(failures.next_delay(job, Class::Transient) <= STEP_RETRY, "a success starts anew");
     }
 }

@@ -6,7 +6,7 @@ use overnight_blobs::{Blobs, index};
 use overnight_store::{Attempt, Fault, Job, Shard, Store};
 use overnight_types::{FailedTry, ItemIndex};
 
-use super::view::{ItemView, ShardLook};
+use super::view::{ItemView, ShardLook, Shown};
 use crate::Error;
 
 /// Tries shown of an item's shard, the latest first.
@@ -73,16 +73,16 @@ async fn by_index(store: &dyn Store, blobs: &Blobs, job: &Job, item: ItemIndex) 
     let shard = store.find_shard_of_item(job.id, item).await.map_err(Error::store("find a shard"))?;
     let Some(shard) = shard.filter(|shard| holds(shard, item)) else { return Ok(None) };
     let now = store.now().await.map_err(Error::store("read the clock"))?;
-    let look = ShardLook::load(store, blobs, job, &shard, now).await?;
+    let look = ShardLook::load(store, job, &shard, now).await?;
     let bit = (item.0 - shard.cut.first_item.0) as u32;
-    let Some((view, record)) = look.read(blobs, &[bit]).await?.pop() else { return Ok(None) };
+    let Some(Shown { view, record, input }) = look.read(blobs, &[bit]).await?.pop() else { return Ok(None) };
     let attempts = store.list_attempts(job.id, shard.cut.shard, ATTEMPTS_SHOWN).await;
     let fault = look.fault(item).cloned();
     let of_record = record.as_ref().map(|record| record.failed_tries.clone());
     Ok(Some(ItemDetail {
         view,
-        input: look.input_line(bit),
-        failed_tries: of_record.or_else(|| fault.as_ref().map(Fault::tries)).unwrap_or_default(),
+            input,
+            failed_tries: of_record.or_else(|| fault.as_ref().map(Fault::tries)).unwrap_or_default(),
         output: record.map(|record| record.line),
         fault,
         attempts: attempts.map_err(Error::store("list attempts"))?,

@@ -124,10 +124,13 @@ async fn example(store: &dyn Store, blobs: &Blobs, job: &Job, item: ItemIndex) -
     let shard = store.find_shard_of_item(job.id, item).await.map_err(Error::store("find a shard"))?;
     let Some(shard) = shard else { return Ok(None) };
     let now = store.now().await.map_err(Error::store("read the clock"))?;
-    let look = ShardLook::load(store, blobs, job, &shard, now).await?;
+    let look = ShardLook::load(store, job, &shard, now).await?;
     let bit = (item.0 - shard.cut.first_item.0) as u32;
     let found = look.read(blobs, &[bit]).await?.pop();
-    Ok(found.map(|(item, record)| ErrorExample { item, message: record.and_then(|record| message_of(&record.line)) }))
+    Ok(found.map(|found| ErrorExample {
+        item: found.view,
+        message: found.record.and_then(|record| message_of(&record.line)),
+    }))
 }
 
 /// The message of a line's error object, wherever it stands.

@@ -1,11 +1,18 @@
 //! One item as it is shown, and pages of items by index, state and code.
+//!
+//! Which items match is decided by rows (bits, faults, counts of codes) as far as
+//! they tell, then by records; a shard's input is read once, and only for items
+//! that are shown. So a page reads the input of the shards that it shows items of.
+
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use overnight_blobs::envelope::Envelope;
 use overnight_blobs::{Blobs, ItemRecord, ObjectName, lines};
 use overnight_store::{Fault, Job, Segment, Shard, Store};
 use overnight_types::{
-    BatchRequestId, Bitmap, ItemIndex, ItemState, JobState, OutcomeKind, ShardIndex, ShardState, Timestamp, Usage,
+    BatchRequestId, Bitmap, ErrorCode, ItemIndex, ItemState, JobState, OutcomeKind, ShardIndex, ShardState, Timestamp,
+    Usage,
 };
 use serde_json::value::RawValue;
 
@@ -17,6 +24,8 @@ use crate::lifecycle::undone::undone_outcome;
 const SHARDS_PER_READ: u32 = 200;
 /// Most items of a page.
 const PAGE_ITEMS_MAX: u32 = 1_000;
+/// Records read in one go at least, however few are wanted.
+const RECORDS_PER_READ: usize = 64;
 
 /// One item.
 #[derive(Debug, Clone)]
@@ -85,12 +94,13 @@ pub async fn list(store: &dyn Store, blobs: &Blobs, job: &Job, query: &ItemQuery
         let shards = shards.map_err(Error::store("list shards"))?;
         let Some(last) = shards.last() else { break };
         next = last.cut.shard.0 + 1;
+        let may_have_faults = !asks_for_faults(job, query) || has_faults(store, job, &shards).await?;
         for shard in &shards {
-            let bits = candidates(job, shard, query, first);
+            let bits = candidates(job, shard, query, first, may_have_faults);
             if bits.is_empty() {
                 continue;
             }
-            let look = ShardLook::load(store, blobs, job, shard, now).await?;
+            let look = ShardLook::load(store, job, shard, now).await?;
             let wanted = limit + 1 - items.len();
             items.extend(look.views(blobs, &bits, query, wanted).await?);
             if items.len() > limit {
@@ -102,9 +112,23 @@ pub async fn list(store: &dyn Store, blobs: &Blobs, job: &Job, query: &ItemQuery
     Ok(ItemPage { items, has_more: false })
 }
 
+/// Whether an undone item matches only if it has a fault.
+fn asks_for_faults(job: &Job, query: &ItemQuery) -> bool {
+    ended_undone(job).is_none() && (query.state == Some(ItemState::Waiting) || query.code.is_some())
+}
+
+/// Whether any item of these shards, which follow one another, waits for a retry.
+async fn has_faults(store: &dyn Store, job: &Job, shards: &[Shard]) -> Result<bool, Error> {
+    let (Some(first), Some(last)) = (shards.first(), shards.last()) else { return Ok(false) };
+    let end = ItemIndex(last.cut.first_item.0 + u64::from(last.cut.num_items));
+    let faults = store.list_faults(job.id, first.cut.first_item, end, 1).await;
+    Ok(!faults.map_err(Error::store("list faults"))?.is_empty())
+}
+
 /// Items of a shard that may match, by what its row alone tells.
-fn candidates(job: &Job, shard: &Shard, query: &ItemQuery, first: u64) -> Vec<u32> {
+fn candidates(job: &Job, shard: &Shard, query: &ItemQuery, first: u64, may_have_faults: bool) -> Vec<u32> {
     let ended = ended_undone(job);
+    let is_leased = shard.state == ShardState::Leased;
     let may_match = |bit: u32| {
         let (done, failed) = (shard.done.get(bit), shard.done.get(bit) && shard.failed.get(bit));
         let by_state = match query.state {
@@ -112,9 +136,16 @@ fn candidates(job: &Job, shard: &Shard, query: &ItemQuery, first: u64) -> Vec<u3
             Some(ItemState::Completed) => done && !failed,
             Some(ItemState::Failed) => failed,
             Some(ItemState::Cancelled | ItemState::Expired) => failed || (!done && ended.is_some()),
-            Some(ItemState::Pending | ItemState::Running | ItemState::Waiting) => !done && ended.is_none(),
+            Some(ItemState::Pending) => !done && ended.is_none() && !is_leased,
+            Some(ItemState::Running) => !done && ended.is_none() && is_leased,
+            Some(ItemState::Waiting) => !done && ended.is_none() && may_have_faults,
         };
-        by_state && (query.code.is_none() || failed || !done)
+        let by_code = query.code.as_ref().is_none_or(|code| match ended {
+            _ if done => failed,
+            Some((_, of_undone)) => code == of_undone,
+            None => may_have_faults,
+        });
+        by_state && by_code
     };
     let from = first.saturating_sub(shard.cut.first_item.0).min(u64::from(shard.cut.num_items));
     (from as u32..shard.cut.num_items).filter(|bit| may_match(*bit)).collect()
@@ -132,20 +163,23 @@ pub(crate) struct ShardLook<'a> {
     job: &'a Job,
     shard: &'a Shard,
     now: Timestamp,
-    pub(crate) segments: Vec<Segment>,
+    segments: Vec<Segment>,
     faults: Vec<Fault>,
-    /// All its input bytes; `None` once the input is deleted.
-    input: Option<Bytes>,
 }
 
+/// An item with what it was read from.
+pub(crate) struct Shown {
+    pub(crate) view: ItemView,
+    pub(crate) record: Option<ItemRecord>,
+    /// Its line of the input; `None` once the input is deleted.
+    pub(crate) input: Option<Bytes>,
+}
+
+/// An item by bit with its record, when it has one.
+type Found = (u32, Option<ItemRecord>);
+
 impl<'a> ShardLook<'a> {
-    pub(crate) async fn load(
-        store: &dyn Store,
-        blobs: &Blobs,
-        job: &'a Job,
-        shard: &'a Shard,
-        now: Timestamp,
-    ) -> Result<Self, Error> {
+    pub(crate) async fn load(store: &dyn Store, job: &'a Job, shard: &'a Shard, now: Timestamp) -> Result<Self, Error> {
         let cut = &shard.cut;
         let segments = records::segments_of(store, job.id, cut.shard).await?;
         let (from, to) = (cut.first_item, ItemIndex(cut.first_item.0 + u64::from(cut.num_items)));
@@ -156,13 +190,7 @@ impl<'a> ShardLook<'a> {
                 faults.map_err(Error::store("list faults"))?
             }
         };
-        let range = cut.byte_offset..cut.byte_offset + cut.byte_len;
-        let input = match blobs.read_range(&ObjectName::file(job.input_file_id), range).await {
-            Ok(bytes) => Some(bytes),
-            Err(overnight_blobs::Error::Missing { .. }) => None,
-            Err(err) => return Err(Error::blobs("read the input")(err)),
-        };
-        Ok(Self { job, shard, now, segments, faults, input })
+        Ok(Self { job, shard, now, segments, faults })
     }
 
     /// The first `wanted` items of these that match.
@@ -173,44 +201,113 @@ impl<'a> ShardLook<'a> {
         query: &ItemQuery,
         wanted: usize,
     ) -> Result<Vec<ItemView>, Error> {
-        let matches = |view: &ItemView| {
-            query.state.is_none_or(|state| state == view.state)
-                && query.code.as_ref().is_none_or(|code| view.error_code.as_ref() == Some(code))
-        };
-        let mut views = Vec::new();
-        for piece in bits.chunks(wanted.clamp(1, PAGE_ITEMS_MAX as usize)) {
-            views.extend(self.read(blobs, piece).await?.into_iter().map(|(view, _)| view).filter(&matches));
-            if views.len() >= wanted {
+        let bits: Vec<u32> = bits.iter().copied().filter(|bit| self.may_match(*bit, query)).collect();
+        let mut found = Vec::new();
+        // A piece is not small either, since each reads the footers of its segments.
+        for piece in bits.chunks(wanted.clamp(RECORDS_PER_READ, PAGE_ITEMS_MAX as usize)) {
+            let read = self.find(blobs, piece).await?.into_iter();
+            found.extend(read.filter(|(bit, record)| self.matches(*bit, record.as_ref(), query)));
+            if found.len() >= wanted {
                 break;
             }
         }
-        views.truncate(wanted);
-        Ok(views)
+        found.truncate(wanted);
+        Ok(self.show(blobs, found).await?.into_iter().map(|shown| shown.view).collect())
     }
 
-    /// Items with their records, in order of the bits.
-    pub(crate) async fn read(&self, blobs: &Blobs, bits: &[u32]) -> Result<Vec<(ItemView, Option<ItemRecord>)>, Error> {
-        let first_item = self.shard.cut.first_item.0;
+    /// Whether an item may match by the rows of its shard.
+    fn may_match(&self, bit: u32, query: &ItemQuery) -> bool {
+        if !self.shard.done.get(bit) {
+            return self.matches(bit, None, query);
+        }
+        let code_of_state = match query.state {
+            Some(ItemState::Cancelled) => Some(ErrorCode::BatchCancelled.as_str()),
+            Some(ItemState::Expired) => Some(ErrorCode::BatchExpired.as_str()),
+            _ => None,
+        };
+        let codes = [query.code.as_deref(), code_of_state];
+        codes.into_iter().flatten().all(|code| self.segments.iter().any(|segment| counts_code(segment, code)))
+    }
+
+    fn matches(&self, bit: u32, record: Option<&ItemRecord>, query: &ItemQuery) -> bool {
+        let (state, code) = match record {
+            Some(record) => (state_of(record.outcome), record.error_code.as_deref()),
+            None => self.state_of_undone(self.item(bit)),
+        };
+        query.state.is_none_or(|wanted| wanted == state)
+            && query.code.as_deref().is_none_or(|wanted| code == Some(wanted))
+    }
+
+    /// State and code of an item without an outcome.
+    fn state_of_undone(&self, item: ItemIndex) -> (ItemState, Option<&str>) {
+        let fault = self.fault(item);
+        match ended_undone(self.job) {
+            Some((outcome, code)) => (state_of(outcome), Some(code)),
+            None => {
+                let state = match fault {
+                    Some(fault) if fault.not_before > self.now => ItemState::Waiting,
+                    _ if self.shard.state == ShardState::Leased => ItemState::Running,
+                    _ => ItemState::Pending,
+                };
+                (state, fault.map(|fault| fault.code.as_str()))
+            }
+        }
+    }
+
+    fn item(&self, bit: u32) -> ItemIndex {
+        ItemIndex(self.shard.cut.first_item.0 + u64::from(bit))
+    }
+
+    /// Items with their records and input lines, in order of the bits.
+    pub(crate) async fn read(&self, blobs: &Blobs, bits: &[u32]) -> Result<Vec<Shown>, Error> {
+        let found = self.find(blobs, bits).await?;
+        self.show(blobs, found).await
+    }
+
+    /// The records of these items.
+    async fn find(&self, blobs: &Blobs, bits: &[u32]) -> Result<Vec<Found>, Error> {
         let done: Vec<u32> = bits.iter().copied().filter(|bit| self.shard.done.get(*bit)).collect();
+        let first_item = self.shard.cut.first_item.0;
         let mut records = records::latest(blobs, &self.segments, first_item, &done).await?.into_iter().peekable();
-        let inputs = self.input_lines(bits);
-        let mut items = Vec::with_capacity(bits.len());
-        for (bit, input) in bits.iter().zip(inputs) {
-            let item = ItemIndex(first_item + u64::from(*bit));
+        let mut found = Vec::with_capacity(bits.len());
+        for bit in bits {
+            let item = self.item(*bit);
             let record = records.next_if(|record| record.item == item);
             if record.is_none() && self.shard.done.get(*bit) {
                 let what = format!("item {item} is done, but no segment holds it");
                 return Err(Error::Damaged { job: self.job.id, what });
             }
-            items.push((self.view(item, input, record.as_ref()), record));
+            found.push((*bit, record));
         }
-        Ok(items)
+        Ok(found)
+    }
+
+    /// Reads the shard's input, once for all of these.
+    async fn show(&self, blobs: &Blobs, found: Vec<Found>) -> Result<Vec<Shown>, Error> {
+        if found.is_empty() {
+            return Ok(Vec::new());
+        }
+        let cut = &self.shard.cut;
+        let range = cut.byte_offset..cut.byte_offset + cut.byte_len;
+        let input = match blobs.read_range(&ObjectName::file(self.job.input_file_id), range).await {
+            Ok(bytes) => Some(bytes),
+            Err(overnight_blobs::Error::Missing { .. }) => None,
+            Err(err) => return Err(Error::blobs("read the input")(err)),
+        };
+        let bits: Vec<u32> = found.iter().map(|(bit, _)| *bit).collect();
+        let inputs = self.input_lines(input.as_ref(), &bits);
+        let shown = found.into_iter().zip(inputs).map(|((bit, record), input)| Shown {
+            view: self.view(self.item(bit), input.as_ref(), record.as_ref()),
+            record,
+            input: input.map(|(_, line)| line),
+        });
+        Ok(shown.collect())
     }
 
     /// Physical line and bytes of these items' lines.
-    fn input_lines(&self, bits: &[u32]) -> Vec<Option<(u64, Bytes)>> {
+    fn input_lines(&self, input: Option<&Bytes>, bits: &[u32]) -> Vec<Option<(u64, Bytes)>> {
         let mut found = vec![None; bits.len()];
-        let Some(input) = &self.input else { return found };
+        let Some(input) = input else { return found };
         let cut = &self.shard.cut;
         let mut next = 0;
         for (bit, line) in (0..).zip(lines::items(input, cut.byte_offset, cut.first_line)) {
@@ -226,14 +323,9 @@ impl<'a> ShardLook<'a> {
         found
     }
 
-    /// The line of one item.
-    pub(crate) fn input_line(&self, bit: u32) -> Option<Bytes> {
-        self.input_lines(&[bit]).pop().flatten().map(|(_, line)| line)
-    }
-
-    fn view(&self, item: ItemIndex, input: Option<(u64, Bytes)>, record: Option<&ItemRecord>) -> ItemView {
-        let line = input.as_ref().map(|(number, _)| *number);
-        let custom_id = custom_id(input.as_ref().map(|(_, line)| line).or(record.map(|record| &record.line)));
+    fn view(&self, item: ItemIndex, input: Option<&(u64, Bytes)>, record: Option<&ItemRecord>) -> ItemView {
+        let line = input.map(|(number, _)| *number);
+        let custom_id = custom_id(input.map(|(_, line)| line).or(record.map(|record| &record.line)));
         let id = BatchRequestId { job: self.job.id, item };
         match record {
             Some(record) => ItemView {
@@ -252,15 +344,8 @@ impl<'a> ShardLook<'a> {
             },
             None => {
                 let fault = self.fault(item);
-                let ended = ended_undone(self.job);
-                let waits = fault.is_some_and(|fault| fault.not_before > self.now);
-                let state = match ended {
-                    Some((outcome, _)) => state_of(outcome),
-                    None if waits => ItemState::Waiting,
-                    None if self.shard.state == ShardState::Leased => ItemState::Running,
-                    None => ItemState::Pending,
-                };
-                let fault_code = fault.map(|fault| fault.code.clone());
+                let has_ended = ended_undone(self.job).is_some();
+                let (state, code) = self.state_of_undone(item);
                 ItemView {
                     id,
                     index: item.0,
@@ -268,8 +353,8 @@ impl<'a> ShardLook<'a> {
                     custom_id,
                     state,
                     attempts: fault.map_or(0, |fault| fault.attempts),
-                    http_status: fault.filter(|_| ended.is_none()).and_then(|fault| fault.http_status),
-                    error_code: ended.map(|(_, code)| code.to_owned()).or(fault_code),
+                    http_status: fault.filter(|_| !has_ended).and_then(|fault| fault.http_status),
+                    error_code: code.map(str::to_owned),
                     finish_reason: None,
                     usage: None,
                     started_at: None,
@@ -289,6 +374,12 @@ impl<'a> ShardLook<'a> {
 fn custom_id(line: Option<&Bytes>) -> Option<Box<RawValue>> {
     let token = Envelope::parse(line?).ok()?.custom_id?.token;
     RawValue::from_string(String::from_utf8(token.to_vec()).ok()?).ok()
+}
+
+/// Whether a segment holds an outcome with this error code, by its row.
+fn counts_code(segment: &Segment, code: &str) -> bool {
+    let counts: BTreeMap<String, u64> = serde_json::from_str(&segment.new.code_counts).unwrap_or_default();
+    counts.contains_key(code)
 }
 
 fn state_of(outcome: OutcomeKind) -> ItemState {

@@ -67,6 +67,35 @@ async fn every_item_has_its_state() {
     assert_eq!(page(&service, id, with_code("bad")).await.0, []);
 }
 
+// However many shards there are to look through.
+#[tokio::test]
+async fn page_that_shows_nothing_of_a_shard_does_not_read_its_input() {
+    use ItemState::{Cancelled, Expired, Failed, Running, Waiting};
+    let (service, id) = mixed().await;
+    let fresh = service.submit_cut(&numbered_lines(8), 4).await;
+    for job in [id, fresh] {
+        let job = service.job(job).await;
+        let object = service.objects_dir().join(ObjectName::file(job.input_file_id).to_string());
+        std::fs::remove_file(&object).unwrap();
+        // Not missing: whoever reads it fails.
+        std::os::unix::fs::symlink(&object, &object).unwrap();
+        assert!(list(&service.store, &service.blobs, &job, &all()).await.is_err());
+    }
+    let of = |state, code: Option<&str>| ItemQuery { state, code: code.map(str::to_owned), limit: 1, after: None };
+    for query in [
+        of(Some(Cancelled), None),
+        of(Some(Expired), None),
+        of(None, Some("nobody")),
+        of(Some(Running), Some("http_503")),
+        of(Some(Waiting), Some("bad")),
+    ] {
+        assert_eq!(page(&service, id, query.clone()).await, (vec![], false), "{query:?}");
+    }
+    for query in [of(Some(Waiting), None), of(Some(Running), None), of(Some(Failed), None), of(None, Some("bad"))] {
+        assert_eq!(page(&service, fresh, query.clone()).await, (vec![], false), "{query:?}");
+    }
+}
+
 #[tokio::test]
 async fn pages_meet_without_gap_or_overlap() {
     let (service, id) = mixed().await;

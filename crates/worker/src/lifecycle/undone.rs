@@ -1,11 +1,13 @@
 //! Lines of items that never got an outcome: their custom ids are read from the
-//! input.
+//! input. Input that is gone for good, or other than it was validated, delays no
+//! job's end: the lines then say so and carry no custom id, as those of a running
+//! job do. A storage that does not answer is another matter, and is waited for.
 
 use bytes::Bytes;
 use overnight_blobs::envelope::Envelope;
 use overnight_blobs::{Blobs, ObjectName, error_line, lines};
 use overnight_store::{Job, NewShard};
-use overnight_types::{BatchRequestId, Bitmap, Ending, ErrorCode, ItemIndex, OutcomeKind};
+use overnight_types::{BatchRequestId, Bitmap, Ending, ErrorCode, ItemIndex, OutcomeKind, chain};
 
 use crate::Error;
 
@@ -41,23 +43,32 @@ pub async fn undone_lines(
     };
     let range = cut.byte_offset..cut.byte_offset + cut.byte_len;
     let name = ObjectName::file(job.input_file_id);
-    let bytes = blobs.read_range(&name, range).await.map_err(Error::blobs("read the input of undone items"))?;
-    let mut made = Vec::with_capacity(bits.count_ones() as usize);
-    let mut num_lines = 0;
-    for (bit, line) in (0..).zip(lines::items(&bytes, cut.byte_offset, cut.first_line)) {
-        num_lines += 1;
-        if bit >= cut.num_items || !bits.get(bit) {
-            continue;
+    let bytes = match blobs.read_range(&name, range).await {
+        Ok(bytes) => bytes,
+        Err(err @ (overnight_blobs::Error::Missing { .. } | overnight_blobs::Error::Damaged { .. })) => {
+            tracing::error!(
+                job.id = %job.id, shard.index = cut.shard.0, error = %chain(&err),
+                "the input of items without an outcome is gone: their lines carry no custom id"
+            );
+            Bytes::new()
         }
-        let envelope = line.content.and_then(|content| Envelope::parse(content).ok());
-        let custom_id = envelope.and_then(|envelope| envelope.custom_id);
-        let custom_id =
-            custom_id.ok_or_else(|| damaged(format!("line {} of the input cannot be read", line.number)))?;
+        Err(err) => return Err(Error::blobs("read the input of undone items")(err)),
+    };
+    let mut read = lines::items(&bytes, cut.byte_offset, cut.first_line);
+    let lines: Vec<_> = read.by_ref().take(cut.num_items as usize).collect();
+    // With more or fewer lines than were cut, no line is known to be any item's.
+    let as_cut = lines.len() == cut.num_items as usize && read.next().is_none();
+    let line_of = |bit: u32| {
         let item = ItemIndex(cut.first_item.0 + u64::from(bit));
-        made.push((item, error_line(BatchRequestId { job: job.id, item }, custom_id.token, code, message)));
-    }
-    if num_lines != cut.num_items {
-        return Err(damaged(format!("shard {} has {num_lines} lines, recorded are {}", cut.shard, cut.num_items)));
-    }
-    Ok(made)
+        let line = lines.get(bit as usize).filter(|_| as_cut);
+        let envelope = line.and_then(|line| Envelope::parse(line.content?).ok());
+        let custom_id = envelope.and_then(|envelope| envelope.custom_id);
+        let id = BatchRequestId { job: job.id, item };
+        let line = match custom_id {
+            Some(custom_id) => error_line(id, custom_id.token, code, message),
+            None => error_line(id, b"null", code, &format!("{message}; its line of the input cannot be read any more")),
+        };
+        (item, line)
+    };
+    Ok(bits.ones().map(line_of).collect())
 }

@@ -417,17 +417,25 @@ async fn shard_of_large_outputs_is_published_all_the_same() {
     assert!(String::from_utf8_lossy(&manifest).contains("\"large\""));
 }
 
-#[tokio::test]
-async fn input_that_is_gone_delays_the_lines_of_undone_items() {
+/// A job of five items in two shards whose window closed with one outcome.
+async fn expired_with_one_outcome() -> (TestService, JobId, ObjectName) {
     let (service, clock) = service_with_clock().await;
     let id = running(&service, 5).await;
     run_items(&service, id, |item| (item == 1).then_some(Completed)).await;
     clock.advance(Duration::from_secs(3_700));
     service.store.expire_due_jobs(10).await.unwrap();
     let name = ObjectName::file(service.job(id).await.input_file_id);
-    let bytes = service.blobs.read(&name).await.unwrap();
-    service.blobs.delete(&name).await.unwrap();
-    run_finalize(&service).await.unwrap_err();
+    (service, id, name)
+}
+
+#[tokio::test]
+async fn storage_that_is_away_delays_the_lines_of_undone_items() {
+    let (service, id, _) = expired_with_one_outcome().await;
+    let [objects, elsewhere] = ["objects", "elsewhere"].map(|name| service.data_dir().join(name));
+    std::fs::rename(&objects, &elsewhere).unwrap();
+    std::fs::create_dir(&objects).unwrap();
+    let err = run_finalize(&service).await.unwrap_err();
+    assert_eq!(err.class(), Class::Transient, "{err}");
     assert_eq!(service.job(id).await.state, JobState::Finalizing);
     std::fs::remove_dir(&objects).unwrap();
     std::fs::rename(&elsewhere, &objects).unwrap();
@@ -438,7 +446,35 @@ async fn input_that_is_gone_delays_the_lines_of_undone_items() {
     while futures::TryStreamExt::try_next(&mut published).await.unwrap().is_some() {
         num_files += 1;
     }
-    assert_eq!(num_files, 2, "the input and the error file");
+    assert_eq!(num_files, 3, "the input, the output and the error file");
+}
+
+// A job of which nothing can be read any more still ends, and every item has its line.
+#[tokio::test]
+async fn input_that_is_gone_for_good_does_not_keep_a_job_from_its_end() {
+    for what in ["deleted", "cut short", "changed"] {
+        let (service, id, name) = expired_with_one_outcome().await;
+        let bytes = service.blobs.read(&name).await.unwrap();
+        match what {
+            "deleted" => service.blobs.delete(&name).await.unwrap(),
+            "cut short" => service.blobs.put(&name, bytes.slice(..10)).await.unwrap(),
+            _ => service.blobs.put(&name, Bytes::from(vec![b'{'; bytes.len()])).await.unwrap(),
+        }
+        run_finalize(&service).await.unwrap();
+        service.drop_checks(id).await;
+        let job = service.job(id).await;
+        assert_eq!(job.state, JobState::Expired, "{what}");
+        let counts = job.final_counts.unwrap();
+        assert_eq!((counts.completed, counts.expired), (1, 4), "{what}");
+        for line in service.lines(job.error_file_id).await {
+            let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+            assert_eq!(
+                (&line["custom_id"], &line["error"]["code"]),
+                (&serde_json::Value::Null, &"batch_expired".into())
+            );
+            assert!(line["error"]["message"].as_str().unwrap().contains("cannot be read any more"), "{line}");
+        }
+    }
 }
 
 // Field reports 4, 14, 15 and 16: a custom id comes back as the token that came in.

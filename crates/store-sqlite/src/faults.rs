@@ -17,7 +17,7 @@ impl SqliteStore {
         &self,
         shard: ShardKey,
         faults: &[NewFault],
-    ) -> Result<Guarded<ShardState, ()>, Error> {
+    ) -> Result<Guarded<ShardState, u64>, Error> {
         let doing = "record faults";
         let mut write = self.write(doing).await?;
         let row = sqlx::query("select * from shards where job_id = ?1 and shard_index = ?2")
@@ -60,14 +60,16 @@ impl SqliteStore {
         .execute(&mut *write)
         .await
         .map_err(failed(doing))?;
-        sqlx::query("update jobs set retries_used = retries_used + ?2 where job_id = ?1")
-            .bind(key(shard.job.uuid()))
-            .bind(int(faults.len() as u64))
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+        let used =
+            sqlx::query("update jobs set retries_used = retries_used + ?2 where job_id = ?1 returning retries_used")
+                .bind(key(shard.job.uuid()))
+                .bind(int(faults.len() as u64))
+                .fetch_one(&mut *write)
+                .await
+                .map_err(failed(doing))?
+                .u64("retries_used")?;
         self.commit(write).await?;
-        Ok(Guarded::Applied(()))
+        Ok(Guarded::Applied(used))
     }
 }
 

@@ -72,7 +72,7 @@ impl Shards for SqliteStore {
         &self,
         key: ShardKey,
         faults: &[NewFault],
-    ) -> Result<Guarded<ShardState, ()>, Error> {
+    ) -> Result<Guarded<ShardState, u64>, Error> {
         self.record_faults(key, faults).await
     }
 

@@ -203,11 +203,12 @@ pub trait Shards {
     ) -> Result<Guarded<ShardState, Committed>, Error>;
 
     /// Records faults and counts them on the job's retry budget; the lease stays.
+    /// Answers with the retries that the whole job has used by then, whoever used them.
     async fn record_faults_if_leased(
         &self,
         key: ShardKey,
         faults: &[NewFault],
-    ) -> Result<Guarded<ShardState, ()>, Error>;
+    ) -> Result<Guarded<ShardState, u64>, Error>;
 
     /// Gives a lease back. The shard is claimable after `delay`. Not counted as a crash,
     /// except with `Lost`: what ran the items died under the lease, which then counts as

@@ -210,7 +210,7 @@ with_faults! {
         fn claim_shard(claim: &ClaimShard) -> Option<ShardLease>;
         fn extend_shards(worker: WorkerId, keys: &[ShardKey], ttl: Duration) -> Vec<ShardKey>;
         fn commit_segment_if_leased(key: ShardKey, segment: &NewSegment) -> Guarded<ShardState, Committed>;
-        fn record_faults_if_leased(key: ShardKey, faults: &[NewFault]) -> Guarded<ShardState, ()>;
+        fn record_faults_if_leased(key: ShardKey, faults: &[NewFault]) -> Guarded<ShardState, u64>;
         fn release_shard_if_leased(key: ShardKey, delay: Duration, why: AttemptEnd) -> Guarded<ShardState, ()>;
         fn set_probe_if_leased(key: ShardKey, item: Option<ItemIndex>) -> Guarded<ShardState, ()>;
         fn release_leases_of_dead(workers: &[WorkerId]) -> u32;

@@ -165,8 +165,17 @@ impl ScriptedGenerate {
 
     /// Fails everything held.
     pub fn fail_all(&self, failure: &Failure) {
-        let held = std::mem::take(&mut self.lock().held);
-        for held in held {
+        self.fail_held(usize::MAX, failure);
+    }
+
+    /// Fails up to `count` held requests, oldest first.
+    pub fn fail_held(&self, count: usize, failure: &Failure) {
+        let failed: Vec<Held> = {
+            let mut state = self.lock();
+            let count = count.min(state.held.len());
+            state.held.drain(..count).collect()
+        };
+        for held in failed {
             let _ = held.outputs.send(vec![Output::Failed { id: held.id, failure: failure.clone() }]);
         }
     }

@@ -129,7 +129,8 @@ impl OpenLease {
         fail::fail_point!("worker::faults_before_record");
         let faults = std::mem::take(&mut self.unwritten.faults);
         match self.shared.store.record_faults_if_leased(self.key, &faults).await {
-            Ok(Guarded::Applied(())) => {}
+            // Other workers draw on the same budget.
+            Ok(Guarded::Applied(used)) => self.shared.retries.at_least(self.key.job, used),
             Ok(Guarded::Lost { .. }) => return Err(Stop::Lost),
             Err(err) => return Err(Stop::trouble("record faults", &err)),
         }

@@ -166,7 +166,8 @@ pub async fn faults_replace_each_other_and_use_the_budget(store: &dyn Store, clo
     let before = store.now().await.unwrap();
     for attempts in 1..=3 {
         let fault = new_fault(1, attempts, Duration::from_secs(u64::from(attempts)));
-        applied(store.record_faults_if_leased(held.key(), &[fault]).await.unwrap());
+        let used = applied(store.record_faults_if_leased(held.key(), &[fault]).await.unwrap());
+        assert_eq!(used, u64::from(attempts), "of the whole job");
     }
     let faults = store.list_faults(job.id, ItemIndex(0), ItemIndex(3), 9).await.unwrap();
     assert_eq!(faults.len(), 1);

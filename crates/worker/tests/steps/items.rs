@@ -45,7 +45,7 @@ async fn mixed() -> (TestService, JobId) {
         message: "busy".into(),
     };
     let recorded = service.store.record_faults_if_leased(lease.key(), &[fault]).await.unwrap();
-    assert!(matches!(recorded, Guarded::Applied(())));
+    assert_eq!(recorded, Guarded::Applied(1), "retries used");
     (service, id)
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use overnight_store::{Attempts, Shards};
+use overnight_store::{Attempts, Jobs, Shards};
 use overnight_testing::service::{body_saying, numbered_lines};
 use overnight_testing::{Reply, ScriptedGenerate, TestService, wait};
 use overnight_types::{ItemIndex, OutcomeKind};
@@ -104,6 +104,55 @@ async fn retry_budget_of_a_job_ends_a_storm() {
     let outcomes = service.outcomes(job).await;
     assert!(outcomes.values().all(|record| record.outcome == OutcomeKind::Failed));
     worker.shutdown(Duration::from_secs(5)).await;
+}
+
+// However many workers run a job, its budget is one.
+#[tokio::test]
+async fn workers_share_the_retry_budget_of_a_job() {
+    let mut service = TestService::new().await;
+    (service.config.retry_budget_min, service.config.retry_budget_percent) = (12, 0);
+    (service.config.window_items_max, service.config.attempts_max) = (Some(10), 100);
+    service.config.checkpoint_every_local = Duration::from_millis(1);
+    // A lease that is lost and taken again would tell the budget too.
+    service.config.lease_ttl = Duration::from_secs(60);
+    let job = service.submit_cut(&numbered_lines(20), 10).await;
+    // Each holds one shard before any item fails.
+    let failing = || {
+        ScriptedGenerate::new(|ask| match ask.tries {
+            0 => Reply::Hold("first".to_owned()),
+            _ => Reply::Response(503, OVERLOADED.to_owned(), None),
+        })
+    };
+    let (a, b) = (failing(), failing());
+    let workers = [service.start(&a).await, service.start(&b).await];
+    wait::until("a shard at each", || async {
+        let held = (a.num_held(), b.num_held());
+        if held == (10, 10) { Ok(()) } else { Err(format!("{held:?} held")) }
+    })
+    .await;
+    let used = async || service.store.find_progress(job).await.unwrap().retries_used;
+    let used_at_least = async |at_least: u64| {
+        wait::until("retries", || async {
+            let used = service.store.find_progress(job).await.unwrap().retries_used;
+            if used >= at_least { Ok(()) } else { Err(format!("{used} used")) }
+        })
+        .await;
+    };
+    let cut = Failure::Transient { code: "connection_lost".to_owned(), message: "cut".to_owned() };
+    // The first worker uses the budget up. The second learns so from the first fault that it records.
+    a.fail_held(5, &cut);
+    used_at_least(12).await;
+    b.fail_held(1, &cut);
+    used_at_least(13).await;
+    b.fail_held(9, &cut);
+    service.until_outcomes(job, 15).await;
+    let used = used().await;
+    assert!(used <= 16, "{used} retries of a budget of 12; alone the second worker would take 12 more");
+    a.release_all();
+    service.until_outcomes(job, 20).await;
+    for worker in workers {
+        worker.shutdown(Duration::from_secs(5)).await;
+    }
 }
 
 // vllm-project/aibrix#2430 and others (service 26); ray#59212 (service 33).

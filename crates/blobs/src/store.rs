@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::stream::{self, BoxStream, StreamExt};
+use futures::stream::{self, BoxStream, StreamExt, TryStreamExt};
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
-use overnight_types::Timestamp;
+use overnight_types::{JobId, Timestamp};
 
 use crate::layout::{ObjectName, Prefix};
 use crate::mark::Mark;
@@ -236,6 +236,27 @@ impl Blobs {
         match self.call("delete", name, self.inner.driver.delete(&path)).await {
             Err(err) if err.is_missing() => Ok(()),
             other => other,
+        }
+    }
+
+    /// Removes everything of a job, on a local folder with its folders: those of a job
+    /// are thousands, and every later listing would walk them.
+    pub async fn remove_job(&self, job: JobId) -> Result<(), Error> {
+        let prefix = Prefix::Job(job);
+        let mut listed = self.list(prefix);
+        while let Some(object) = listed.try_next().await? {
+            self.delete(&object.name).await?;
+        }
+        let Some(folder) = self.inner.root.as_ref().map(|root| root.join(prefix.to_string())) else { return Ok(()) };
+        let removed = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(folder)).await;
+        match removed {
+            Ok(Err(err)) if err.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::from_io("delete the folder", prefix.to_string(), err))
+            }
+            Ok(_) => Ok(()),
+            Err(err) => {
+                Err(Error::Unavailable { doing: "delete the folder", name: prefix.to_string(), source: Box::new(err) })
+            }
         }
     }
 

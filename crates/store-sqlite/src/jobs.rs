@@ -204,6 +204,16 @@ impl Jobs for SqliteStore {
         Ok(expired)
     }
 
+    async fn known_jobs(&self, ids: &[JobId]) -> Result<Vec<JobId>, Error> {
+        let doing = "tell known jobs";
+        let rows = sqlx::query("select job_id from jobs where job_id in (select unhex(value) from json_each(?1))")
+            .bind(hex_list(ids.iter().map(JobId::uuid)))
+            .fetch_all(&self.readers)
+            .await
+            .map_err(failed(doing))?;
+        rows.iter().map(SqliteRow::job_id).collect()
+    }
+
     async fn delete_job_if_terminal(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error> {
         let doing = "delete a job";
         let mut write = self.write(doing).await?;

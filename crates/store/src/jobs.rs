@@ -276,6 +276,9 @@ pub trait Jobs {
     /// Deletes at most `limit` rows of deleted jobs, a job's own row last.
     async fn purge_deleted_jobs(&self, limit: u32) -> Result<Purged, Error>;
 
+    /// Of these ids, those that have a row (deleted ones too): objects of the others are nobody's.
+    async fn known_jobs(&self, ids: &[JobId]) -> Result<Vec<JobId>, Error>;
+
     /// Outcome counts by kind over all shards, for a job that is not terminal too;
     /// equals [`Progress::counts`]. Here so that doors need one call for a page of jobs.
     async fn find_progress_of(&self, ids: &[JobId]) -> Result<Vec<(JobId, Progress)>, Error>;

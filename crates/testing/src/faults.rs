@@ -194,6 +194,7 @@ with_faults! {
         fn expire_due_jobs(limit: u32) -> Vec<JobId>;
         fn delete_job_if_terminal(id: JobId) -> Guarded<JobState, ()>;
         fn purge_deleted_jobs(limit: u32) -> Purged;
+        fn known_jobs(ids: &[JobId]) -> Vec<JobId>;
         fn find_progress_of(ids: &[JobId]) -> Vec<(JobId, Progress)>;
     }
     Steps {

@@ -82,6 +82,7 @@ macro_rules! store_conformance {
             jobs::window_end_changes_no_drawn_ending,
             jobs::finalize_begins_when_every_shard_is_done,
             jobs::deleted_job_is_hidden_and_purged_piece_by_piece,
+            jobs::hidden_job_is_known_until_its_last_row_is_gone,
             jobs::events_tell_every_move_in_order,
             jobs::progress_of_many_jobs_is_that_of_each,
             steps::intake_is_due_at_once_and_leased_once,

@@ -5,7 +5,7 @@
 //! still name it is left (its epoch is fenced, or its shard or job has ended), and
 //! only after an age that outlasts any write under way. Every statement is bounded.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use futures::TryStreamExt;
@@ -38,7 +38,7 @@ impl Default for SweepAges {
 /// How many things a sweep removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Swept {
-    /// Segments and intake runs that no row names.
+    /// Segments and intake runs that no row names, and all objects of jobs without a row.
     pub orphans: u64,
     /// Objects under `files/` that nobody claimed.
     pub unclaimed: u64,
@@ -94,7 +94,7 @@ async fn sweep_deleted_jobs(store: &dyn Store, blobs: &Blobs) -> Result<u64, Err
     for _ in 0..PIECES_MAX {
         let purged = store.purge_deleted_jobs(PIECE).await.map_err(Error::store("purge deleted jobs"))?;
         for job in purged.jobs {
-            delete_all(blobs, Prefix::Job(job)).await?;
+            blobs.remove_job(job).await.map_err(Error::blobs("delete the objects of a deleted job"))?;
             removed += 1;
         }
         if !purged.has_more {
@@ -102,15 +102,6 @@ async fn sweep_deleted_jobs(store: &dyn Store, blobs: &Blobs) -> Result<u64, Err
         }
     }
     Ok(removed)
-}
-
-async fn delete_all(blobs: &Blobs, prefix: Prefix) -> Result<(), Error> {
-    let listed = blobs.list(prefix).map_err(Error::blobs("list objects"));
-    listed
-        .try_for_each(|object| async move {
-            blobs.delete(&object.name).await.map_err(Error::blobs("delete an object of a deleted job"))
-        })
-        .await
 }
 
 async fn prune_attempts(store: &dyn Store) -> Result<u64, Error> {
@@ -166,10 +157,17 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
     let now = Timestamp::now();
     let mut listed = blobs.list(prefix);
     let mut rows: Option<ShardRows> = None;
+    let (mut known_job, mut orphaned_jobs) = (None, BTreeMap::<JobId, u64>::new());
     let mut removed = 0;
     while let Some(object) = listed.try_next().await.map_err(Error::blobs("list objects"))? {
-        if !is_old(&object, now, age) {
-            continue;
+        let Some(job) = object.name.job().filter(|_| is_old(&object, now, age)) else { continue };
+        if known_job != Some(job) {
+            if !is_known(store, job).await? {
+                // All at the end: the listing is still under way.
+                *orphaned_jobs.entry(job).or_default() += 1;
+                continue;
+            }
+            known_job = Some(job);
         }
         let is_orphan = match object.name {
             ObjectName::Segment { job, shard, epoch, .. } => {
@@ -196,7 +194,17 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
             removed += 1;
         }
     }
+    // A purge that died after the last row: ids are never used again, so nothing under
+    // this one will be wanted.
+    for (job, num_objects) in orphaned_jobs {
+        blobs.remove_job(job).await.map_err(Error::blobs("delete the objects of a job without a row"))?;
+        removed += num_objects;
+    }
     Ok(removed)
+}
+
+async fn is_known(store: &dyn Store, job: JobId) -> Result<bool, Error> {
+    Ok(!store.known_jobs(&[job]).await.map_err(Error::store("find a job"))?.is_empty())
 }
 
 async fn shard_rows(store: &dyn Store, job: JobId, shard: ShardIndex) -> Result<ShardRows, Error> {

@@ -4,11 +4,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use overnight_blobs::{ObjectName, SegmentHead, SegmentWriter};
-use overnight_store::{ClaimShard, Files, Shards};
+use overnight_store::{ClaimShard, Files, Jobs, Shards};
 use overnight_testing::service::numbered_lines;
 use overnight_testing::{Failing, ScriptedGenerate, TestService};
 use overnight_types::{Epoch, FileId, ItemIndex, JobId, JobState, ShardIndex, WorkerId};
 use overnight_worker::lifecycle::sweep::{SweepAges, sweep};
+
+/// An ended and deleted job whose rows are still there.
+async fn deleted_job(service: &TestService) -> JobId {
+    let job = service.submit(&numbered_lines(4)).await;
+    let worker = service.start(&ScriptedGenerate::echo()).await;
+    service.until_state(job, JobState::Completed).await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    assert!(service.store.delete_job_if_terminal(job).await.unwrap().is_applied());
+    job
+}
 
 const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
 
@@ -98,4 +108,35 @@ async fn deleted_file_goes_once_no_unfinished_job_reads_it() {
     assert_eq!(swept.files, 1);
     assert!(!exists(&service, &ObjectName::file(input)).await);
     worker.shutdown(Duration::from_secs(5)).await;
+}
+
+#[tokio::test]
+async fn deleted_job_leaves_neither_object_nor_folder() {
+    let service = TestService::new().await;
+    let job = deleted_job(&service).await;
+    let folder = service.objects_dir().join("jobs").join(job.to_string());
+    assert!(folder.join("segments").is_dir() && exists(&service, &ObjectName::index(job)).await);
+    // What a killed write of the driver leaves goes with its job.
+    std::fs::write(folder.join("items.idx#1"), b"half").unwrap();
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!((swept.jobs, swept.orphans), (1, 0));
+    assert!(!folder.exists());
+}
+
+// Its rows are gone, so nothing but the listing tells of its objects.
+#[tokio::test]
+async fn purge_that_dies_before_the_objects_is_made_good_by_the_next_sweep() {
+    let service = TestService::new().await;
+    let job = deleted_job(&service).await;
+    // As far as it came.
+    while service.store.purge_deleted_jobs(100).await.unwrap().has_more {}
+    assert_eq!(service.store.known_jobs(&[job]).await.unwrap(), []);
+    let [index, manifest] = [ObjectName::index(job), ObjectName::manifest(job, 1)];
+    let swept = sweep(&service.store, &service.blobs, &SweepAges::default()).await.unwrap();
+    assert_eq!(swept.orphans, 0, "too young");
+    assert!(exists(&service, &index).await && exists(&service, &manifest).await);
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!((swept.jobs, swept.orphans > 2), (0, true), "{swept:?}");
+    assert!(!exists(&service, &index).await && !exists(&service, &manifest).await);
+    assert!(!service.objects_dir().join("jobs").join(job.to_string()).exists());
 }

@@ -74,8 +74,12 @@ impl WorkerLock {
         let folder = data_dir.join(WORKERS);
         fs::create_dir_all(&folder).map_err(io("create", &folder))?;
         let path = folder.join(id.to_string());
-        let file = open(&path)?;
-        file.try_lock().map_err(|err| Error::DataDir { doing: "lock", path: path.clone(), source: err.into() })?;
+        // Locked before it has its name: a start that looks at the same moment would
+        // otherwise lock it first, and take this worker for one that died.
+        let unnamed = folder.join(format!("{id}.new"));
+        let file = open(&unnamed)?;
+        file.try_lock().map_err(|err| Error::DataDir { doing: "lock", path: unnamed.clone(), source: err.into() })?;
+        fs::rename(&unnamed, &path).map_err(io("name", &unnamed))?;
         Ok(Self { path, _file: file })
     }
 }
@@ -158,6 +162,43 @@ mod tests {
         drop((server, worker));
         let _run = DataDirLock::take(dir.path(), DataDirUse::Exclusive).unwrap();
         assert!(DataDirLock::take(dir.path(), DataDirUse::Shared).is_err());
+    }
+
+    // Servers that start at once, as after a reboot.
+    #[test]
+    fn worker_that_starts_is_never_taken_for_dead() {
+        let dir = tempfile::tempdir().unwrap();
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let looking = scope.spawn(|| {
+                let mut dead = Vec::new();
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    dead.extend(dead_workers(dir.path()).unwrap());
+                }
+                dead
+            });
+            // None stops before the end, so each that is found free was taken for dead.
+            let starts = (0..3_000).map(|_| WorkerLock::take(dir.path(), WorkerId::new()));
+            let mut live = std::collections::VecDeque::new();
+            let mut stopped = std::collections::HashSet::new();
+            let mut failed = None;
+            for start in starts {
+                match start {
+                    Ok(lock) => live.push_back(lock),
+                    Err(err) => failed = Some(err),
+                }
+                if live.len() > 64 {
+                    let lock = live.pop_front().unwrap();
+                    stopped.insert(lock.path.clone());
+                }
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            let dead = looking.join().unwrap();
+            assert!(failed.is_none(), "{failed:?}");
+            let wrong: Vec<_> =
+                dead.iter().filter(|id| !stopped.contains(&dir.path().join(WORKERS).join(id.to_string()))).collect();
+            assert!(wrong.is_empty(), "{wrong:?}");
+        });
     }
 
     #[test]

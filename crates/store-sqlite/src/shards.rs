@@ -54,8 +54,9 @@ impl Shards for SqliteStore {
         self.commit(write).await?;
         let mut lost = keys.to_vec();
         for row in &rows {
-            let (job, shard) = (row.job_id()?, row.u32("shard_index")?);
-            lost.retain(|key| key.job != job || key.shard.0 != shard);
+            let held = (row.job_id()?, row.u32("shard_index")?, row.u64("epoch")?);
+            // By epoch too: a worker may hold again what it has lost, and not know it yet.
+            lost.retain(|key| (key.job, key.shard.0, key.epoch.0) != held);
         }
         Ok(lost)
     }

@@ -45,6 +45,19 @@ pub async fn renewal_tells_lost_leases(store: &dyn Store, clock: &dyn TestClock)
     assert_eq!(taken, [1, 2], "only the renewed lease is held still");
 }
 
+/// A lease that was lost and taken again by the same worker is told as lost, though
+/// the shard is its own: what runs under the old epoch must stop.
+pub async fn renewal_tells_the_lost_lease_of_a_shard_held_again(store: &dyn Store, clock: &dyn TestClock) {
+    running_job(store, &[1]).await;
+    let worker = WorkerId::new();
+    let old = lease(store, worker).await.key();
+    clock.advance(TTL + SECOND).await;
+    let new = lease(store, worker).await.key();
+    assert_eq!((old.shard, old.epoch.0 + 1), (new.shard, new.epoch.0));
+    assert_eq!(store.extend_shards(worker, &[old, new], TTL).await.unwrap(), [old]);
+    assert_eq!(store.extend_shards(worker, &[new], TTL).await.unwrap(), []);
+}
+
 /// A lease that ran out is taken back without any claim, and counted.
 pub async fn expired_lease_does_not_stay_leased(store: &dyn Store, clock: &dyn TestClock) {
     let job = running_job(store, &[1, 1]).await;

@@ -118,6 +118,7 @@ macro_rules! store_conformance {
             claims::claim_brings_faults_and_used_retries,
             leases::renewed_lease_is_held_for_any_length_of_work,
             leases::renewal_tells_lost_leases,
+            leases::renewal_tells_the_lost_lease_of_a_shard_held_again,
             leases::expired_lease_does_not_stay_leased,
             leases::expired_leases_are_taken_back_piece_by_piece,
             leases::released_shard_keeps_its_outcomes,

@@ -108,6 +108,25 @@ impl Steps for SqliteStore {
         Ok(Guarded::Applied(()))
     }
 
+    async fn restart_intake_if_leased(&self, lease: &StepLease) -> Result<Guarded<JobState, Job>, Error> {
+        let doing = "start intake over";
+        let mut write = self.write(doing).await?;
+        let job = match hold(&mut write, lease).await? {
+            Ok(job) if lease.kind == StepKind::Intake => job,
+            Ok(job) => return Ok(Guarded::Lost { now: Some(job.state) }),
+            Err(now) => return Ok(Guarded::Lost { now }),
+        };
+        drop_shards(&mut write, job.id).await?;
+        let row = sqlx::query("update jobs set intake_offset = 0, intake_notes = null where job_id = ?1 returning *")
+            .bind(key(job.id.uuid()))
+            .fetch_one(&mut *write)
+            .await
+            .map_err(failed(doing))?;
+        let job = jobs::read(&row)?;
+        self.commit(write).await?;
+        Ok(Guarded::Applied(job))
+    }
+
     async fn finish_intake_if_leased(
         &self,
         lease: &StepLease,
@@ -252,11 +271,7 @@ async fn begin_running(
 /// The input is faulty: nothing ran, nothing of it stays but the errors.
 async fn fail(write: &mut Write, job: JobId, errors: &str) -> Result<(), Error> {
     let (doing, now) = (write.doing(), write.now);
-    sqlx::query("delete from shards where job_id = ?1")
-        .bind(key(job.uuid()))
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+    drop_shards(write, job).await?;
     sqlx::query(
         "update jobs set state = 'failed', failed_at = ?2, errors = ?3, intake_notes = null, paused_at = null,
             step_due_at = null, step_owner = null, step_until = null
@@ -270,6 +285,17 @@ async fn fail(write: &mut Write, job: JobId, errors: &str) -> Result<(), Error> 
     .map_err(failed(doing))?;
     write.record_event(job, "failed", "").await?;
     tell(write, job, JobState::Failed).await
+}
+
+/// Drops what intake has cut; nothing has run of it.
+async fn drop_shards(write: &mut Write, job: JobId) -> Result<(), Error> {
+    let doing = write.doing();
+    sqlx::query("delete from shards where job_id = ?1")
+        .bind(key(job.uuid()))
+        .execute(&mut **write)
+        .await
+        .map_err(failed(doing))?;
+    Ok(())
 }
 
 /// Refuses counts that are not those of the shards: an outcome would be lost or told twice.

@@ -96,6 +96,10 @@ pub trait Steps {
         shards: Vec<NewShard>,
     ) -> Result<Guarded<JobState, ()>, Error>;
 
+    /// Takes intake back to its start: no shard, offset 0, no notes. For notes that
+    /// this version cannot read. Answers with the job as it is then; the lease stays.
+    async fn restart_intake_if_leased(&self, lease: &StepLease) -> Result<Guarded<JobState, Job>, Error>;
+
     /// Ends intake. A job past its window goes on to `finalizing` as expired at once.
     async fn finish_intake_if_leased(&self, lease: &StepLease, end: IntakeEnd)
     -> Result<Guarded<JobState, Job>, Error>;

@@ -203,6 +203,7 @@ with_faults! {
         fn release_step_if_leased(lease: &StepLease, delay: Duration) -> Guarded<JobState, ()>;
         fn record_intake_if_leased(lease: &StepLease, progress: IntakeProgress, shards: Vec<NewShard>)
             -> Guarded<JobState, ()>;
+        fn restart_intake_if_leased(lease: &StepLease) -> Guarded<JobState, Job>;
         fn finish_intake_if_leased(lease: &StepLease, end: IntakeEnd) -> Guarded<JobState, Job>;
         fn fence_shards_if_leased(lease: &StepLease) -> Guarded<JobState, ()>;
         fn finish_job_if_leased(lease: &StepLease, published: Published) -> Guarded<JobState, Job>;

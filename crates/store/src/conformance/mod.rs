@@ -87,6 +87,7 @@ macro_rules! store_conformance {
             jobs::progress_of_many_jobs_is_that_of_each,
             steps::intake_is_due_at_once_and_leased_once,
             steps::killed_intake_goes_on_from_its_record,
+            steps::restarted_intake_begins_with_nothing,
             steps::intake_that_does_not_add_up_is_refused,
             steps::progress_is_zero_before_intake_ends,
             steps::faulty_input_fails_the_job,

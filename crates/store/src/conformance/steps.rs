@@ -46,6 +46,22 @@ pub async fn killed_intake_goes_on_from_its_record(store: &dyn Store, clock: &dy
     assert_eq!(shards.iter().map(|shard| shard.cut).collect::<Vec<_>>(), cuts);
 }
 
+/// An intake that starts over begins as a new one does; only its own lease may.
+pub async fn restarted_intake_begins_with_nothing(store: &dyn Store, clock: &dyn TestClock) {
+    let job = validating_job(store).await;
+    let stale = claim_step_of(store, job.id).await;
+    let progress = IntakeProgress { offset: 20, notes: "of another version".into() };
+    applied(store.record_intake_if_leased(&stale, progress.clone(), vec![cuts(&[2])[0]]).await.unwrap());
+    clock.advance(TTL + SECOND).await;
+    let held = claim_step_of(store, job.id).await;
+    assert_eq!(lost(store.restart_intake_if_leased(&stale).await.unwrap()), Some(JobState::Validating));
+    let job = applied(store.restart_intake_if_leased(&held).await.unwrap());
+    assert_eq!((job.intake_offset, job.intake_notes), (0, None));
+    assert_eq!(store.list_shards(job.id, ShardIndex(0), 9).await.unwrap(), []);
+    assert_eq!(run_intake(store, &held, &[2, 3]).await.num_items, 5);
+    assert_eq!(lost(store.restart_intake_if_leased(&held).await.unwrap()), Some(JobState::InProgress));
+}
+
 /// Progress that goes back, a shard recorded twice, or totals that are not those of
 /// the shards are refused: the items of a job are counted once.
 pub async fn intake_that_does_not_add_up_is_refused(store: &dyn Store, _clock: &dyn TestClock) {

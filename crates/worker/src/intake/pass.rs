@@ -81,8 +81,9 @@ impl Pass {
         Self::over(job, options, state)
     }
 
-    /// From where a killed intake was saved by [`Pass::save`]; from the start
-    /// when there is nothing saved, or something that another version wrote.
+    /// From where a killed intake was saved by [`Pass::save`], or from the start when
+    /// nothing is saved. `None` when something is that this version cannot read: then
+    /// what was recorded with it must go before a new pass.
     pub fn resume(job: JobId, options: IntakeOptions, offset: u64, notes: Option<&str>) -> Option<Self> {
         if offset == 0 && notes.is_none() {
             return Some(Self::new(job, options));

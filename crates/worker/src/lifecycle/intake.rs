@@ -29,8 +29,15 @@ pub async fn run_with(context: &StepContext, lease: &StepLease, mut options: Int
     let job = &lease.job;
     options.limits = context.limits.clone();
     options.expected = Some(Expected { bytes: job.input_bytes, sha256: job.input_sha256 });
-    let mut pass = Pass::resume(job.id, options, job.intake_offset, job.intake_notes.as_deref())
-        .ok_or_else(|| damaged(job, "its intake notes cannot be read"))?;
+    let mut pass = match Pass::resume(job.id, options.clone(), job.intake_offset, job.intake_notes.as_deref()) {
+        Some(pass) => pass,
+        None => {
+            tracing::warn!(job.id = %job.id, "the notes of intake are another version's: it starts over");
+            let restarted = context.store.restart_intake_if_leased(lease).await;
+            held(restarted.map_err(Error::store("start intake over"))?)?;
+            Pass::new(job.id, options)
+        }
+    };
     let findings = match read_all(context, lease, &mut pass).await {
         Ok(findings) => findings,
         Err(Trouble::Input(err)) => unreadable(err).map_err(|source| source_error(job, source))?,

@@ -5,10 +5,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::TryStreamExt;
 use overnight_blobs::{ObjectName, Prefix, index};
-use overnight_store::{Jobs, StepKind, Steps};
+use overnight_store::{IntakeProgress, Jobs, NewShard, StepKind, Steps};
 use overnight_testing::TestService;
 use overnight_testing::service::{line, numbered_lines};
-use overnight_types::{Class, Endpoint, ItemIndex, JobState, WorkerId};
+use overnight_types::{Class, Endpoint, ItemIndex, JobState, ShardIndex, WorkerId};
 use overnight_worker::failpoints;
 use overnight_worker::intake::{IntakeOptions, KnownModels};
 use overnight_worker::lifecycle::intake;
@@ -77,6 +77,31 @@ async fn model_that_nobody_serves_is_named_with_those_that_are() {
     let id = service.submit(&[line("a").replace("\"m\"", "\"other\"")]).await;
     run_intake(&service).await.unwrap();
     assert_eq!(service.job(id).await.state, JobState::InProgress);
+}
+
+// An upgrade in the middle of an intake that takes an hour.
+#[tokio::test]
+async fn intake_of_another_version_starts_over() {
+    let service = TestService::new().await;
+    let id = service.submit(&numbered_lines(10)).await;
+    let lease = claim(&service, StepKind::Intake).await;
+    // As much as an older version had recorded: a shard, and notes in its own form.
+    let cut = NewShard {
+        shard: ShardIndex(0),
+        first_item: ItemIndex(0),
+        num_items: 3,
+        first_line: 1,
+        byte_offset: 0,
+        byte_len: 90,
+        lines_hash: None,
+    };
+    let progress = IntakeProgress { offset: 90, notes: r#"{"version":0,"offset":90}"#.to_owned() };
+    assert!(service.store.record_intake_if_leased(&lease, progress, vec![cut]).await.unwrap().is_applied());
+    run_intake(&service).await.unwrap();
+    let job = service.job(id).await;
+    assert_eq!((job.state, job.num_items), (JobState::InProgress, 10));
+    let items: Vec<u32> = service.shards(id).await.iter().map(|shard| shard.cut.num_items).collect();
+    assert_eq!(items, [4, 4, 2]);
 }
 
 #[tokio::test]

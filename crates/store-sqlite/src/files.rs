@@ -86,23 +86,6 @@ impl Files for SqliteStore {
         Ok(if hidden == 1 { Guarded::Applied(()) } else { Guarded::Lost { now: None } })
     }
 
-    async fn find_input_for_run(&self, id: FileId) -> Result<Option<File>, Error> {
-        let doing = "find a job's input";
-        let now = self.read_now(doing).await?;
-        let row = sqlx::query(
-            "select * from files f where f.file_id = ?1
-                and (f.deleted_at is null and (f.expires_at is null or f.expires_at > ?2)
-                    or exists (select 1 from jobs j where j.input_file_id = f.file_id
-                        and j.state in ('validating', 'in_progress', 'finalizing', 'cancelling')))",
-        )
-        .bind(key(id.uuid()))
-        .bind(now)
-        .fetch_optional(&self.readers)
-        .await
-        .map_err(failed(doing))?;
-        row.as_ref().map(read).transpose()
-    }
-
     async fn list_removable_files(&self, limit: u32) -> Result<Vec<FileId>, Error> {
         let doing = "list removable files";
         let now = self.read_now(doing).await?;

@@ -123,10 +123,6 @@ pub trait Files {
     /// Hides a file at once; its bytes stay until nothing reads them.
     async fn delete_file_if_present(&self, id: FileId) -> Result<Guarded<(), ()>, Error>;
 
-    /// Whether a job may still read this input: present, or deleted while a job
-    /// that was accepted before is not yet terminal. Used by workers, not by doors.
-    async fn find_input_for_run(&self, id: FileId) -> Result<Option<File>, Error>;
-
     /// Deleted or expired files that no unfinished job reads, oldest first.
     async fn list_removable_files(&self, limit: u32) -> Result<Vec<FileId>, Error>;
 

@@ -175,7 +175,6 @@ with_faults! {
         fn find_file(id: FileId) -> Option<File>;
         fn list_files(query: FileQuery) -> Page<File>;
         fn delete_file_if_present(id: FileId) -> Guarded<(), ()>;
-        fn find_input_for_run(id: FileId) -> Option<File>;
         fn list_removable_files(limit: u32) -> Vec<FileId>;
         fn forget_file(id: FileId) -> ();
         fn known_files(ids: &[FileId]) -> Vec<FileId>;

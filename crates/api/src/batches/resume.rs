@@ -62,7 +62,8 @@ pub(crate) async fn check_reopening(state: &Inner, job: &Job, now: JobState) -> 
         JobState::Cancelling | JobState::Finalizing => {
             Err(ApiError::conflict("batch_busy", format!("this batch is {now}; try again when it has ended: {id}")))
         }
-        _ if state.parts.store.find_input_for_run(job.input_file_id).await?.is_none() => Err(ApiError::conflict(
+        // As a re-opening sees it: also gone while another batch still reads its bytes.
+        _ if state.parts.store.find_file(job.input_file_id).await?.is_none() => Err(ApiError::conflict(
             "input_file_deleted",
             format!("the input file of this batch is gone: {}", job.input_file_id),
         )),

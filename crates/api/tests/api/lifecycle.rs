@@ -241,6 +241,21 @@ async fn resume_without_its_input_is_409() {
     worker.shutdown(GRACE).await;
 }
 
+// Its bytes are still there for another batch; a new round may not begin all the same.
+#[tokio::test]
+async fn resume_without_its_input_is_409_while_another_batch_reads_it() {
+    let server = Server::with(refusing(), |_| {}).await;
+    let worker = server.service.start(&server.engine).await;
+    let id = server.submit(&[line("bad")]).await;
+    let done = server.until(&id, "completed").await;
+    worker.shutdown(GRACE).await;
+    let input = done["input_file_id"].as_str().unwrap();
+    let again = json!({"input_file_id": input, "endpoint": "/v1/chat/completions", "completion_window": "24h"});
+    server.post("/v1/batches", again).await.ok();
+    server.delete(&format!("/v1/files/{input}")).await.ok();
+    server.poke(&format!("/v1/batches/{id}/resume")).await.refused(409, Value::Null, "input_file_deleted");
+}
+
 #[tokio::test]
 async fn deleting_the_input_does_not_disturb_an_accepted_batch() {
     let server = Server::new().await;

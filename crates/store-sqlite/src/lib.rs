@@ -37,7 +37,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use overnight_store::{Error, Store, Wake};
+use overnight_store::{Error, Store, Wake, Woken};
 use overnight_types::Timestamp;
 use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 use sqlx::{Connection, SqlitePool};
@@ -116,10 +116,10 @@ impl SqliteStore {
     }
 }
 
-#[async_trait]
 impl Wake for SqliteStore {
-    async fn woken(&self) {
-        self.wake.notified().await;
+    fn woken(&self) -> Woken {
+        // Registered from here on, not from its first poll.
+        Box::pin(self.wake.clone().notified_owned())
     }
 }
 

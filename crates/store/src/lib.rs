@@ -74,12 +74,15 @@ pub struct Page<T> {
     pub has_more: bool,
 }
 
+/// A wait for a wake-up.
+pub type Woken = std::pin::Pin<Box<dyn Future<Output = ()> + Send + 'static>>;
+
 /// Tells waiting loops that something may be due. A lost wake-up costs a delay
 /// (the poll interval), never an item.
-#[async_trait]
 pub trait Wake: Send + Sync {
-    /// Resolves when a job or shard may have become due.
-    async fn woken(&self);
+    /// Resolves when a job or shard may have become due since this call, whenever it
+    /// is polled first: ask for it before looking, wait after.
+    fn woken(&self) -> Woken;
 }
 
 /// The whole contract, as one object.

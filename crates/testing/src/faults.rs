@@ -249,8 +249,8 @@ with_faults! {
 }
 
 impl Wake for FaultyStore {
-    async fn woken(&self) {
-        self.inner.woken().await;
+    fn woken(&self) -> Woken {
+        self.inner.woken()
     }
 }
 

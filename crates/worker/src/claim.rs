@@ -24,10 +24,9 @@ impl Idle {
         Self { shared, errors_in_a_row: 0 }
     }
 
-    /// Resolves when the store says that something may be due.
-    pub(crate) fn woken(&self) -> impl Future<Output = ()> + Send + use<> {
-        let store = self.shared.store.clone();
-        async move { store.woken().await }
+    /// Resolves when the store says that something may be due since this call.
+    pub(crate) fn woken(&self) -> overnight_store::Woken {
+        self.shared.store.woken()
     }
 
     /// Waits for `event`, at most about the poll interval.

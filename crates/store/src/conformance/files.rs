@@ -167,6 +167,14 @@ pub async fn waiting_loop_is_woken_by_due_work(store: &dyn Store, _clock: &dyn T
     woken_by(store, async { applied(store.unpause_job_if_active(job.id).await.unwrap()) }).await;
 }
 
+/// A wait that was asked for before a look finds the wake that came during the look.
+pub async fn wake_that_comes_before_the_wait_is_not_missed(store: &dyn Store, _clock: &dyn TestClock) {
+    let input = input(store).await;
+    let woken = store.woken();
+    insert(store, new_job(input)).await;
+    tokio::time::timeout(Duration::from_secs(20), woken).await.expect("woken before it waited");
+}
+
 /// Waits first, then acts; fails when the act wakes nobody.
 async fn woken_by<T>(store: &dyn Store, act: impl Future<Output = T>) -> T {
     let wake = async { tokio::time::timeout(Duration::from_secs(20), store.woken()).await.expect("woken") };

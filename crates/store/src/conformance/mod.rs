@@ -65,6 +65,7 @@ macro_rules! store_conformance {
             files::attempts_go_a_week_after_the_end,
             files::shard_is_found_by_item,
             files::waiting_loop_is_woken_by_due_work,
+            files::wake_that_comes_before_the_wait_is_not_missed,
             files::every_moment_is_by_the_databases_clock,
             files::size_is_that_of_what_is_stored,
             jobs::job_reads_back_as_given,

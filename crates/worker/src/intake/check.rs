@@ -14,6 +14,8 @@ use crate::mapper::{ErrorBody, Mapper, PrepareOptions};
 
 /// Longest excerpt of user text in a message, characters.
 const EXCERPT: usize = 80;
+/// Longest name of a model; it is kept in the job's row and in intake's notes.
+const MODEL_BYTES_MAX: usize = 1 << 10;
 
 /// Names that a model may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -167,6 +169,11 @@ fn check_body<'a>(
 }
 
 fn check_model(name: &[u8], line: u64, first_model: &mut Option<FirstModel>, findings: &mut Findings) {
+    if name.len() > MODEL_BYTES_MAX {
+        return findings.add(IntakeCode::InvalidRequest, Some(line), Some("body.model"), || {
+            format!("body.model is {} bytes long, the limit is {MODEL_BYTES_MAX}", name.len())
+        });
+    }
     let name = text(name);
     match first_model {
         None => *first_model = Some(FirstModel { name: name.into_owned(), line }),

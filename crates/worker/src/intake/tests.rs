@@ -22,6 +22,10 @@ fn line(custom_id: &str) -> String {
     )
 }
 
+fn quoted(text: &str, times: usize) -> String {
+    format!("\"{}\"", text.repeat(times))
+}
+
 async fn run(input: impl Into<Vec<u8>>, options: IntakeOptions) -> ValidationReport {
     validate(&Source::Memory(Bytes::from(input.into())), options, None).await.unwrap()
 }
@@ -63,6 +67,9 @@ async fn every_code_has_its_line_and_param() {
         (good.replace("\"body\"", "\"bod\""), vec![("invalid_request", Some(1), Some("body"))]),
         (good.replace("\"model\":\"m\",", ""), vec![("invalid_request", Some(1), Some("body.model"))]),
         (good.replace("\"model\":\"m\"", "\"model\":7"), vec![("invalid_request", Some(1), Some("body.model"))]),
+        // A name is kept in rows: 1,024 bytes may be one, more may not.
+        (good.replace("\"m\"", &quoted("m", 1_024)), vec![("model_not_found", Some(1), Some("body.model"))]),
+        (good.replace("\"m\"", &quoted("m", 1_025)), vec![("invalid_request", Some(1), Some("body.model"))]),
         (good.replace("[]", "[],\"stream\":true"), vec![("invalid_request", Some(1), Some("body.stream"))]),
         (good.replace("[]", "[],\"stream\":0"), vec![("invalid_request", Some(1), Some("body.stream"))]),
         (good.replace("[]", "[],\"stream\":null"), vec![]),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use overnight_store::{CancelMode, Error, Job, Progress};
+use overnight_store::{Error, Job, Progress};
 use overnight_types::{Ending, FileId, OutcomeCounts, Usage};
 use sqlx::sqlite::SqliteRow;
 
@@ -37,7 +37,7 @@ pub(crate) fn read(row: &SqliteRow) -> Result<Job, Error> {
             .map(|length| Duration::from_micros(length.unsigned_abs())),
         state: row.word("state")?,
         ending,
-        cancel_mode: if row.text("cancel_mode")? == "now" { CancelMode::Now } else { CancelMode::Drain },
+        cancel_mode: row.word("cancel_mode")?,
         paused_at: row.at_or_null("paused_at")?,
         round: row.u32("round")?,
         created_at: row.at("created_at")?,

@@ -168,17 +168,6 @@ impl Jobs for SqliteStore {
         Ok(shards.len())
     }
 
-    async fn finalize_job_if_done(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error> {
-        let mut write = self.write("finalize a job").await?;
-        let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
-        if job.state != JobState::InProgress || !is_all_done(&mut write, id).await? {
-            return Ok(Guarded::Lost { now: Some(job.state) });
-        }
-        enter_finalizing(&mut write, id, Ending::Completed).await?;
-        self.commit(write).await?;
-        Ok(Guarded::Applied(()))
-    }
-
     async fn expire_due_jobs(&self, limit: u32) -> Result<Vec<JobId>, Error> {
         let doing = "expire jobs";
         let mut write = self.write(doing).await?;
@@ -360,7 +349,7 @@ async fn enter_cancelling(write: &mut Write, job: &Job, mode: CancelMode, drain:
         where job_id = ?1 returning *",
     )
     .bind(key(job.id.uuid()))
-    .bind(if mode == CancelMode::Now { "now" } else { "drain" })
+    .bind(mode.as_str())
     .bind(now)
     .bind(key(FileId::new().uuid()))
     .bind(key(FileId::new().uuid()))

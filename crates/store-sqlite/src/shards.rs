@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use overnight_store::{
-    AttemptEnd, CancelMode, ClaimShard, Committed, Error, Fault, Guarded, JobSignal, NewFault, NewSegment, NewShard,
-    Shard, ShardKey, ShardLease, Shards,
+    AttemptEnd, ClaimShard, Committed, Error, Fault, Guarded, JobSignal, NewFault, NewSegment, NewShard, Shard,
+    ShardKey, ShardLease, Shards,
 };
 use overnight_types::{Epoch, ItemIndex, JobId, ShardIndex, ShardState, WorkerId};
 use sqlx::sqlite::SqliteRow;
@@ -206,7 +206,7 @@ impl Shards for SqliteStore {
                     job: row.job_id()?,
                     state: row.word("state")?,
                     paused: row.int_or_null("paused_at")?.is_some(),
-                    cancel_mode: if row.text("cancel_mode")? == "now" { CancelMode::Now } else { CancelMode::Drain },
+                    cancel_mode: row.word("cancel_mode")?,
                     round: row.u32("round")?,
                 })
             })

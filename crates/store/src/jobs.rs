@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use overnight_types::{Ending, Endpoint, FileId, ItemIndex, JobId, JobState, OutcomeCounts, Timestamp, Usage};
+use overnight_types::{
+    Ending, Endpoint, FileId, ItemIndex, JobId, JobState, OutcomeCounts, Timestamp, Usage, job::UnknownWord,
+};
 
 use crate::{Error, Guarded, Page};
 
@@ -138,6 +140,28 @@ pub enum CancelMode {
     Now,
 }
 
+impl CancelMode {
+    /// Every value.
+    pub const ALL: &'static [Self] = &[Self::Drain, Self::Now];
+
+    /// The word in the database.
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Drain => "drain",
+            Self::Now => "now",
+        }
+    }
+}
+
+impl std::str::FromStr for CancelMode {
+    type Err = UnknownWord;
+
+    fn from_str(text: &str) -> Result<Self, UnknownWord> {
+        let mode = Self::ALL.iter().copied().find(|mode| mode.as_str() == text);
+        mode.ok_or_else(|| UnknownWord { what: "cancel mode", text: text.to_owned() })
+    }
+}
+
 /// Which jobs to list, newest first by (created_at, id).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct JobQuery {
@@ -262,9 +286,6 @@ pub trait Jobs {
 
     /// Releases every lease of a running job whose worker's row is not live, at once.
     async fn release_lost_leases(&self, id: JobId) -> Result<u32, Error>;
-
-    /// Takes an `in_progress` job whose shards are all done to `finalizing`.
-    async fn finalize_job_if_done(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error>;
 
     /// Takes up to `limit` jobs past their window to `finalizing` (those still
     /// validating only once intake has ended), fencing their leases. Returns them.

@@ -189,7 +189,6 @@ with_faults! {
         fn cancel_job_if_active(id: JobId, mode: CancelMode, drain: Duration) -> Guarded<JobState, Job>;
         fn reopen_job_if_ended(id: JobId, reopen: Reopen) -> Guarded<JobState, Reopened>;
         fn release_lost_leases(id: JobId) -> u32;
-        fn finalize_job_if_done(id: JobId) -> Guarded<JobState, ()>;
         fn expire_due_jobs(limit: u32) -> Vec<JobId>;
         fn delete_job_if_terminal(id: JobId) -> Guarded<JobState, ()>;
         fn purge_deleted_jobs(limit: u32) -> Purged;

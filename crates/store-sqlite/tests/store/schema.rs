@@ -1,7 +1,7 @@
 //! The structure of the database: its snapshot, its words, its versions.
 
 use overnight_store::conformance::builders;
-use overnight_store::{AttemptEnd, Error, FilePurpose, Files, Jobs, Reopen, ReopenItems, Store};
+use overnight_store::{AttemptEnd, CancelMode, Error, FilePurpose, Files, Jobs, Reopen, ReopenItems, Store};
 use overnight_store_sqlite::{Options, SchemaState, SqliteStore, migrate, schema_state};
 use overnight_types::{JobState, ShardState, WorkerId};
 use sqlx::{Connection, SqliteConnection};
@@ -61,6 +61,8 @@ async fn check_words_are_the_enums_words() {
     assert_eq!(of_table("files", "purpose_is_known"), owned(&purpose));
     let end: Vec<_> = AttemptEnd::ALL.iter().map(AttemptEnd::as_str).collect();
     assert_eq!(of_table("attempts", "end_is_known"), owned(&end));
+    let modes: Vec<_> = CancelMode::ALL.iter().map(CancelMode::as_str).collect();
+    assert_eq!(of_table("jobs", "cancel_mode_is_known"), owned(&modes));
     let endings: Vec<_> =
         [JobState::Completed, JobState::Expired, JobState::Cancelled].iter().map(JobState::as_str).collect();
     assert_eq!(of_table("jobs", "ending_is_known"), owned(&endings));

@@ -239,13 +239,16 @@ pub async fn window_end_changes_no_drawn_ending(store: &dyn Store, clock: &dyn T
     assert_eq!(finalize(store, cancelling.id).await.state, JobState::Cancelled);
 }
 
-/// Finalize begins only when every shard is done.
-pub async fn finalize_begins_when_every_shard_is_done(store: &dyn Store, _clock: &dyn TestClock) {
-    let job = running_job(store, &[1, 1]).await;
-    assert_eq!(lost(store.finalize_job_if_done(job.id).await.unwrap()), Some(JobState::InProgress));
-    run_all(store).await;
-    assert_eq!(lost(store.finalize_job_if_done(job.id).await.unwrap()), Some(JobState::Finalizing));
-    assert_eq!(lost(store.finalize_job_if_done(JobId::new()).await.unwrap()), None);
+/// A deleted job is known for as long as a row of it is there, so that its objects
+/// are not taken for nobody's; one that never was is not.
+pub async fn hidden_job_is_known_until_its_last_row_is_gone(store: &dyn Store, _clock: &dyn TestClock) {
+    let job = completed_job(store, &[1], &[]).await;
+    let asked = [job.id, JobId::new()];
+    assert_eq!(store.known_jobs(&asked).await.unwrap(), [job.id]);
+    applied(store.delete_job_if_terminal(job.id).await.unwrap());
+    assert_eq!(store.known_jobs(&asked).await.unwrap(), [job.id]);
+    while store.purge_deleted_jobs(1).await.unwrap().has_more {}
+    assert_eq!(store.known_jobs(&asked).await.unwrap(), []);
 }
 
 /// Only an ended job is deleted; it is hidden at once, and its rows go in bounded

@@ -81,7 +81,6 @@ macro_rules! store_conformance {
             jobs::cancel_is_idempotent,
             jobs::window_end_expires_running_jobs,
             jobs::window_end_changes_no_drawn_ending,
-            jobs::finalize_begins_when_every_shard_is_done,
             jobs::deleted_job_is_hidden_and_purged_piece_by_piece,
             jobs::hidden_job_is_known_until_its_last_row_is_gone,
             jobs::events_tell_every_move_in_order,

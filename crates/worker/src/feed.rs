@@ -23,7 +23,7 @@ use crate::mapper::Answer;
 use crate::outcome::{self, Ended, Verdict};
 use crate::planner::{Delivery, Event, Offer, Seat};
 use crate::prepare::{InputLine, ReadyItem, Recipe, Run, Work};
-use crate::renewal::LeaseGuard;
+use crate::renewal::{LeaseGuard, Order};
 use crate::window::OpenShard;
 use crate::worker::Shared;
 

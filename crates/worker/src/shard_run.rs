@@ -77,7 +77,8 @@ async fn run_alone(shard: &mut OpenLease, probe: Option<(u32, u32)>) -> Result<E
             return Err(stop);
         }
         // Whatever stalls the engine, it is not the item that has not run yet.
-        if shard.shared.engine_watch.is_stalled(&shard.generate.status()) {
+        let status = shard.shared.generate.as_ref().map(|generate| generate.status());
+        if status.is_some_and(|status| shard.shared.engine_watch.is_stalled(&status)) {
             return Err(Stop::stalled());
         }
         if probe.is_some_and(|(suspect, deaths)| suspect == bit && deaths >= PROBE_DEATHS_MAX) {

@@ -12,8 +12,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::generate::{EngineState, EngineStatus, Generate};
 use crate::lifecycle::sweep::SweepAges;
-use crate::lifecycle::{self, StepFailures};
 use crate::lifecycle::webhook::Webhook;
+use crate::lifecycle::{self, StepFailures};
 use crate::mapper::Mapper;
 use crate::planner::Desk;
 use crate::renewal::{self, EngineWatch, Leases, Order};

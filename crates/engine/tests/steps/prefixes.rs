@@ -22,8 +22,8 @@ fn num_computed(bed: &Bed, requests: &[Request]) -> u64 {
     for request in requests {
         assert_eq!(results.of(request).tokens, alone(request).tokens);
     }
-    let num_tokens = seen.lock().expect("whole").num_tokens;
-    num_tokens
+    let seen = seen.lock().expect("whole");
+    seen.num_tokens
 }
 
 #[test]

@@ -81,8 +81,8 @@ async fn by_index(store: &dyn Store, blobs: &Blobs, job: &Job, item: ItemIndex) 
     let of_record = record.as_ref().map(|record| record.failed_tries.clone());
     Ok(Some(ItemDetail {
         view,
-            input,
-            failed_tries: of_record.or_else(|| fault.as_ref().map(Fault::tries)).unwrap_or_default(),
+        input,
+        failed_tries: of_record.or_else(|| fault.as_ref().map(Fault::tries)).unwrap_or_default(),
         output: record.map(|record| record.line),
         fault,
         attempts: attempts.map_err(Error::store("list attempts"))?,

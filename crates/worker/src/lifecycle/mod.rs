@@ -170,7 +170,7 @@ impl Source for StepSource {
             match work {
                 LifecycleWork::Step(lease) => release(&self.shared, &lease, Duration::ZERO).await,
                 // An event that was not tried is due again once its hold is over.
-                LifecycleWork::Webhook(..) | LifecycleWork::Expire | LifecycleWork::Sweep => {}
+                LifecycleWork::Webhook(..) | LifecycleWork::Sweep => {}
             }
         })
     }

@@ -52,7 +52,7 @@ impl Target {
     }
 
     /// The lines of stdout become one JSON array. Each must be a JSON value.
-    pub(crate) fn as_array(self) -> Self {
+    pub(crate) fn into_array(self) -> Self {
         Self { stdout: StdoutForm::Array, ..self }
     }
 

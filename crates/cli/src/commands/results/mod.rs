@@ -124,7 +124,7 @@ fn target(args: &ResultsArgs, app: &App) -> Result<Target> {
     if args.format == ResultFormat::Csv {
         return Err(Failure::usage("--format csv is no JSON").hint("leave --json out, or write the CSV with -o PATH"));
     }
-    Ok(target.as_array())
+    Ok(target.into_array())
 }
 
 /// Writes the results of a batch that was looked up already.

@@ -52,7 +52,7 @@ test: setup gates
 	else echo 'the model could not be pulled: tests on it will say so' >&2; fi
 	unset OVERNIGHT_MODEL_DIR
 	echo '== tests'
-	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-clients}"
+	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-clients,nvrtc}"
 	export OVERNIGHT_TEST_PYTHON="$$PWD/$(VENV)/bin/python"
 	export OVERNIGHT_TEST_MODELS="$$PWD/target/models"
 	export OVERNIGHT_TEST_GGUF="$$PWD/target/models/gemma-3-270m.gguf"

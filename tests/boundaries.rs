@@ -44,6 +44,7 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("axum", &["api", "web"]),
     ("askama", &["web"]),
     ("cudarc", &["kernels"]),
+    ("libloading", &["kernels"]),
     ("tokenizers", &["engine"]),
     ("minijinja", &["engine", "cli"]),
     ("safetensors", &["engine"]),

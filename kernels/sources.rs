@@ -1,0 +1,27 @@
+//! Everything that is compiled for the device, embedded in the binary.
+//!
+//! A test holds this list to the files on disk.
+
+/// A `.cu` file.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Source {
+    /// The family, which names it in messages and in the cache.
+    pub name: &'static str,
+    /// Below the crate's folder.
+    pub path: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+impl Source {
+    /// Lists as `Source::new("rms_norm", "rms_norm/rms_norm.cu", include_str!("rms_norm/rms_norm.cu"))`.
+    pub const fn new(name: &'static str, path: &'static str, text: &'static str) -> Self {
+        Self { name, path, text }
+    }
+}
+
+/// Headers by the name that sources include them by.
+pub const HEADERS: &[(&str, &str)] = &[];
+
+/// All families.
+pub const SOURCES: &[&Source] = &[];

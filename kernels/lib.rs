@@ -9,6 +9,7 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod block_tables;
 pub mod cache;
 pub mod compile;
 pub mod device;

@@ -24,4 +24,4 @@ impl Source {
 pub const HEADERS: &[(&str, &str)] = &[];
 
 /// All families.
-pub const SOURCES: &[&Source] = &[];
+pub const SOURCES: &[&Source] = &[&crate::block_tables::SOURCE];

@@ -50,6 +50,12 @@ pub fn bucket(m: u32) -> u32 {
     }
 }
 
+/// Version and file of the library that would be opened. Errors with `Library`.
+pub fn find(paths: &SearchPaths) -> Result<(u64, std::path::PathBuf), Error> {
+    let functions = Functions::open(paths)?;
+    Ok((functions.version(), functions.path().to_owned()))
+}
+
 /// An algorithm of cuBLASLt as it may be stored; valid for one version of the library only.
 pub type Algorithm = [u64; 8];
 

@@ -9,6 +9,7 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod attention_prefill;
 pub mod cache;
 pub mod compile;
 pub mod device;
@@ -20,6 +21,9 @@ pub mod launch;
 pub mod library;
 pub mod memory;
 pub mod module;
+pub mod paged;
+#[cfg(test)]
+mod paged_case;
 pub mod sources;
 pub mod stream;
 #[cfg(test)]

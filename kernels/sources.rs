@@ -21,7 +21,15 @@ impl Source {
 }
 
 /// Headers by the name that sources include them by.
-pub const HEADERS: &[(&str, &str)] = &[];
+pub const HEADERS: &[(&str, &str)] = &[
+    ("async_copy.cuh", include_str!("include/async_copy.cuh")),
+    ("grid.cuh", include_str!("include/grid.cuh")),
+    ("mma.cuh", include_str!("include/mma.cuh")),
+    ("types.cuh", include_str!("include/types.cuh")),
+    ("wgmma.cuh", include_str!("include/wgmma.cuh")),
+];
 
 /// All families.
-pub const SOURCES: &[&Source] = &[];
+pub const SOURCES: &[&Source] = &[
+    &crate::attention_prefill::SOURCE,
+];

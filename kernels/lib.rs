@@ -9,6 +9,7 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod attention_decode;
 pub mod attention_prefill;
 pub mod cache;
 pub mod compile;

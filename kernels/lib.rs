@@ -25,6 +25,7 @@ pub mod module;
 pub mod paged;
 #[cfg(test)]
 mod paged_case;
+pub mod rope;
 pub mod sources;
 pub mod stream;
 #[cfg(test)]

@@ -36,4 +36,5 @@ pub const SOURCES: &[&Source] = &[
     &crate::attention_decode::PLAN_SOURCE,
     &crate::attention_decode::SOURCE,
     &crate::attention_prefill::SOURCE,
+    &crate::rope::SOURCE,
 ];

@@ -130,7 +130,8 @@ impl<'a> Launch<'a> {
     }
 
     /// May start before the kernel ahead of it has ended (programmatic dependent launch): the
-    /// kernel itself waits with `griddepcontrol.wait` before it reads what that one wrote.
+    /// kernel itself waits with `griddepcontrol.wait` before it reads what that one wrote. Before
+    /// compute capability 9.0 it starts after it, as ever.
     pub fn overlaps_previous(mut self, overlaps: bool) -> Self {
         self.overlaps_previous = overlaps;
         self
@@ -170,7 +171,7 @@ impl<'a> Launch<'a> {
         for (pointer, &offset) in pointers.iter_mut().zip(&self.offsets[..self.num_args]) {
             *pointer = base.wrapping_add(offset as usize).cast();
         }
-        let status = if self.overlaps_previous {
+        let status = if self.overlaps_previous && self.function.can_overlap() {
             self.launch_overlapping(stream, &mut pointers)
         } else {
             let ([gx, gy, gz], [cx, cy, cz]) = (self.grid, self.cta);

@@ -9,6 +9,8 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod attention_decode;
+pub mod attention_prefill;
 pub mod block_tables;
 pub mod cache;
 pub mod compile;
@@ -21,6 +23,10 @@ pub mod launch;
 pub mod library;
 pub mod memory;
 pub mod module;
+pub mod paged;
+#[cfg(test)]
+mod paged_case;
+pub mod rope;
 pub mod sources;
 pub mod stream;
 #[cfg(test)]

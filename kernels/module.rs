@@ -141,6 +141,11 @@ impl Function {
         self.raw
     }
 
+    /// Whether its device starts a kernel before the one ahead of it has ended.
+    pub(crate) fn can_overlap(&self) -> bool {
+        self.module.device.arch().number >= 90
+    }
+
     /// Dynamic shared memory that a launch may ask for.
     pub fn shared_bytes_max(&self) -> u32 {
         self.shared_bytes_max

@@ -21,7 +21,21 @@ impl Source {
 }
 
 /// Headers by the name that sources include them by.
-pub const HEADERS: &[(&str, &str)] = &[];
+pub const HEADERS: &[(&str, &str)] = &[
+    ("async_copy.cuh", include_str!("include/async_copy.cuh")),
+    ("decode_slices.cuh", include_str!("include/decode_slices.cuh")),
+    ("decode_work.cuh", include_str!("include/decode_work.cuh")),
+    ("grid.cuh", include_str!("include/grid.cuh")),
+    ("mma.cuh", include_str!("include/mma.cuh")),
+    ("types.cuh", include_str!("include/types.cuh")),
+    ("wgmma.cuh", include_str!("include/wgmma.cuh")),
+];
 
 /// All families.
-pub const SOURCES: &[&Source] = &[&crate::block_tables::SOURCE];
+pub const SOURCES: &[&Source] = &[
+    &crate::attention_decode::PLAN_SOURCE,
+    &crate::attention_decode::SOURCE,
+    &crate::attention_prefill::SOURCE,
+    &crate::block_tables::SOURCE,
+    &crate::rope::SOURCE,
+];

@@ -9,21 +9,27 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod activation;
 pub mod cache;
 pub mod compile;
 pub mod device;
 mod driver;
+pub mod embedding;
 pub mod error;
+pub mod fill;
 pub mod gemm;
 pub mod graph;
 pub mod launch;
 pub mod library;
 pub mod memory;
 pub mod module;
+pub mod rms_norm;
+pub mod sampling;
 pub mod sources;
 pub mod stream;
 #[cfg(test)]
 mod testing;
+mod vectors;
 
 pub use compile::{Arch, Dtype, Program};
 pub use device::Device;

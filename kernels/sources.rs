@@ -21,7 +21,21 @@ impl Source {
 }
 
 /// Headers by the name that sources include them by.
-pub const HEADERS: &[(&str, &str)] = &[];
+pub const HEADERS: &[(&str, &str)] = &[
+    ("grid.cuh", include_str!("include/grid.cuh")),
+    ("philox.cuh", include_str!("include/philox.cuh")),
+    ("reduce.cuh", include_str!("include/reduce.cuh")),
+    ("sampling_row.cuh", include_str!("include/sampling_row.cuh")),
+    ("types.cuh", include_str!("include/types.cuh")),
+    ("vector.cuh", include_str!("include/vector.cuh")),
+];
 
 /// All families.
-pub const SOURCES: &[&Source] = &[];
+pub static SOURCES: &[&Source] = &[
+    &crate::activation::SOURCE,
+    &crate::embedding::SOURCE,
+    &crate::fill::SOURCE,
+    &crate::rms_norm::SOURCE,
+    &crate::sampling::FILTER_SOURCE,
+    &crate::sampling::SOURCE,
+];

@@ -9,6 +9,7 @@
 
 #![warn(missing_docs, clippy::unwrap_used)]
 
+pub mod activation;
 pub mod attention_decode;
 pub mod attention_prefill;
 pub mod block_tables;
@@ -16,7 +17,9 @@ pub mod cache;
 pub mod compile;
 pub mod device;
 mod driver;
+pub mod embedding;
 pub mod error;
+pub mod fill;
 pub mod gemm;
 pub mod graph;
 pub mod launch;
@@ -26,11 +29,14 @@ pub mod module;
 pub mod paged;
 #[cfg(test)]
 mod paged_case;
+pub mod rms_norm;
 pub mod rope;
+pub mod sampling;
 pub mod sources;
 pub mod stream;
 #[cfg(test)]
 mod testing;
+mod vectors;
 
 pub use compile::{Arch, Dtype, Program};
 pub use device::Device;

@@ -27,15 +27,25 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("decode_work.cuh", include_str!("include/decode_work.cuh")),
     ("grid.cuh", include_str!("include/grid.cuh")),
     ("mma.cuh", include_str!("include/mma.cuh")),
+    ("philox.cuh", include_str!("include/philox.cuh")),
+    ("reduce.cuh", include_str!("include/reduce.cuh")),
+    ("sampling_row.cuh", include_str!("include/sampling_row.cuh")),
     ("types.cuh", include_str!("include/types.cuh")),
+    ("vector.cuh", include_str!("include/vector.cuh")),
     ("wgmma.cuh", include_str!("include/wgmma.cuh")),
 ];
 
 /// All families.
 pub const SOURCES: &[&Source] = &[
+    &crate::activation::SOURCE,
     &crate::attention_decode::PLAN_SOURCE,
     &crate::attention_decode::SOURCE,
     &crate::attention_prefill::SOURCE,
     &crate::block_tables::SOURCE,
+    &crate::embedding::SOURCE,
+    &crate::fill::SOURCE,
+    &crate::rms_norm::SOURCE,
     &crate::rope::SOURCE,
+    &crate::sampling::FILTER_SOURCE,
+    &crate::sampling::SOURCE,
 ];

@@ -113,6 +113,8 @@ pub struct CompileCounts {
     pub num_compiled: u32,
 }
 
+type Built = Result<Vec<u8>, Error>;
+
 /// Cubins of all `programs`, in their order, from the cache or compiled on `num_threads` threads.
 /// Errors with the first program's fault, `Compile` or `Library` (NVRTC is opened only when
 /// something must be compiled and its version is not known from `compiler`).
@@ -126,7 +128,7 @@ pub fn build(
 ) -> Result<(Vec<Vec<u8>>, CompileCounts), Error> {
     let next = AtomicUsize::new(0);
     let num_cached = AtomicU32::new(0);
-    let results: Vec<Mutex<Option<Result<Vec<u8>, Error>>>> = programs.iter().map(|_| Mutex::new(None)).collect();
+    let results: Vec<Mutex<Option<Built>>> = programs.iter().map(|_| Mutex::new(None)).collect();
     let one = |program: &Program| {
         let texts = folder.texts(program.source)?;
         let key = Key::new(program, &texts, arch, compiler.version());

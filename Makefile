@@ -53,7 +53,7 @@ test: setup gates
 	unset OVERNIGHT_MODEL_DIR
 	echo '== tests'
 	# Relaxed only on purpose, and then said: a test that passes over itself proves nothing.
-	everything=clients,model,tokenizers
+	everything=clients,model,nvrtc,tokenizers
 	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-$$everything}"
 	[ "$$OVERNIGHT_TEST_REQUIRE" = "$$everything" ] || echo "tests may be skipped: only '$$OVERNIGHT_TEST_REQUIRE' is required of $$everything" >&2
 	export OVERNIGHT_TEST_PYTHON="$$PWD/$(VENV)/bin/python"

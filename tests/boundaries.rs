@@ -46,6 +46,7 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("hyper-util", &["api"]),
     ("askama", &["web"]),
     ("cudarc", &["kernels"]),
+    ("libloading", &["kernels"]),
     ("tokenizers", &["engine"]),
     // Decision 0040 says why cli renders by itself.
     ("minijinja", &["engine", "cli"]),

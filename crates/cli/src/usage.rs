@@ -17,7 +17,7 @@ const NOT_BUILT: &[(&str, &str)] = &[
     ("scheduler", "start `batch submit` or `batch run` from cron or a systemd timer"),
     ("embed", "generation is built; embeddings are not"),
     ("rerank", "generation is built; reranking is not"),
-    ("kernels", "the engine runs on the CPU; there are no GPU kernels to build"),
+    ("kernels", "kernels are compiled at the first start on a GPU and kept in the user's cache folder"),
     ("collect-env", "`batch doctor` and `batch version --json` show this machine and this binary"),
     ("vacuum", "`batch db backup` writes a compact copy"),
 ];
@@ -33,20 +33,14 @@ const BENCH_NOT_BUILT: &[(&str, &str)] = &[
 
 /// Flags of vLLM's that do not exist here: why, or what to use instead.
 const REFUSED_FLAGS: &[(&str, &str)] = &[
-    (
-        "--gpu-memory-utilization",
-        "there is no GPU back end yet; --kv-cache-memory-bytes bounds the KV cache on the CPU",
-    ),
-    ("--enforce-eager", "the CPU back end has no graphs to turn off"),
-    ("--dtype", "weights stay as the model file has them"),
-    ("--kv-cache-dtype", "the KV cache has one type on the CPU"),
+    ("--kv-cache-dtype", "the KV cache has the type of the weights on a GPU, and f16 or f32 on the CPU"),
     ("--quantization", "quantization is read from the model file"),
     (
         "--tensor-parallel-size",
-        "one process drives one CPU; run `batch worker` on more machines when Postgres is built",
+        "one process drives one GPU or CPU; run `batch worker` on more machines when Postgres is built",
     ),
-    ("--pipeline-parallel-size", "one process drives one CPU"),
-    ("--data-parallel-size", "one process drives one CPU"),
+    ("--pipeline-parallel-size", "one process drives one GPU or CPU"),
+    ("--data-parallel-size", "one process drives one GPU or CPU"),
     ("--reasoning-parser", "reasoning is not split from the answer yet"),
     ("--swap-space", "preempted sequences prefill again; nothing is swapped"),
     ("--enable-lora", "adapters are not built"),

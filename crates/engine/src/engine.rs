@@ -5,9 +5,9 @@
 
 use crate::Error;
 use crate::door::Limits;
-use crate::model::Forward;
+use crate::model::{Forward, SampleSpec};
 use crate::request::{FinishReason, Request, RequestError, RequestId};
-use crate::sampler::{NotFinite, SampleRow, Sampled, Sampler, Task};
+use crate::sampler::{NotFinite, Sampled, Sampler, Task};
 use crate::scheduler::{Scheduler, SchedulerLimits};
 use crate::sequence::Sequence;
 use crate::step::{PlanRow, SequenceOutput, StepOutput, StepPlan};
@@ -75,8 +75,8 @@ impl Engine {
         if self.plan.rows.is_empty() {
             return Ok(output);
         }
-        let logits = self.model.forward(self.plan.input())?;
-        let sampled = sample(&mut self.sampler, &self.plan, &self.scheduler, logits, &self.limits)?;
+        let specs = sample_specs(&self.plan, &self.scheduler);
+        let sampled = self.model.run(self.plan.input(), &specs, self.limits.vocab_size, &mut self.sampler)?;
         self.commit(sampled, &mut output);
         Ok(output)
     }
@@ -166,46 +166,29 @@ impl Engine {
     }
 }
 
-/// One result per row of `logits`, in order.
-fn sample(
-    sampler: &mut Sampler,
-    plan: &StepPlan,
-    scheduler: &Scheduler,
-    logits: &[f32],
-    limits: &Limits,
-) -> Result<Vec<Result<Sampled, NotFinite>>, Error> {
-    let width = limits.logits_width as usize;
-    let num_rows = plan.input().logits_tokens.len();
-    if logits.len() != num_rows * width {
-        let what = format!("the model gave {} logits instead of {num_rows} rows of {width}", logits.len());
-        return Err(Error::Stopped(what));
-    }
-    let row_logits = |index: usize| &logits[index * width..index * width + limits.vocab_size as usize];
-    let mut rows = Vec::with_capacity(num_rows);
+/// What is wanted of each row of logits, in order.
+fn sample_specs<'a>(plan: &StepPlan, scheduler: &'a Scheduler) -> Vec<SampleSpec<'a>> {
+    let mut specs = Vec::with_capacity(plan.input().logits_tokens.len());
     for row in &plan.rows {
         let sequence = scheduler.sequence(row.sequence);
         let num_scored = row.num_logits - u32::from(row.samples);
         let first_scored = sequence.prompt_logprobs.len().max(1);
         for at in 0..num_scored as usize {
-            rows.push(SampleRow {
-                logits: row_logits(row.logits_start as usize + at),
-                task: Task::Score(sequence.tokens[first_scored + at]),
-                num_logprobs: sequence.num_prompt_logprobs,
-            });
+            let task = Task::Score(sequence.tokens[first_scored + at]);
+            specs.push(SampleSpec { task, num_logprobs: sequence.num_prompt_logprobs });
         }
         if row.samples {
-            rows.push(choose_row(sequence, row_logits((row.logits_start + num_scored) as usize)));
+            specs.push(choice(sequence));
         }
     }
-    Ok(sampler.sample(&rows))
+    specs
 }
 
-fn choose_row<'a>(sequence: &'a Sequence, logits: &'a [f32]) -> SampleRow<'a> {
+fn choice(sequence: &Sequence) -> SampleSpec<'_> {
     let position = sequence.num_output_tokens();
     let masked = if position < sequence.stop.min_tokens { sequence.ending_ids.as_slice() } else { &[] };
     let penalties = sequence.penalties.as_ref();
-    SampleRow {
-        logits,
+    SampleSpec {
         task: Task::Choose { sampling: &sequence.sampling, penalties, masked, position },
         num_logprobs: sequence.num_logprobs,
     }

@@ -43,6 +43,15 @@ pub enum Error {
         #[source]
         source: crate::text::TextError,
     },
+    /// The GPU cannot be used, or failed; `stage` says when.
+    #[error("{stage}")]
+    Device {
+        /// What was being done, and what the operator can do.
+        stage: String,
+        /// The cause.
+        #[source]
+        source: overnight_kernels::Error,
+    },
     /// A step contradicts itself or the memory it names; a fault of the scheduler.
     #[error("malformed step: {0}")]
     Step(String),

@@ -174,6 +174,7 @@ impl Engine {
         config: &EngineConfig,
     ) -> Result<EngineHandle, Error> {
         let text_vocab_size = text.as_ref().map(|text| text.vocab_size());
+        let config = &config.with_defaults(model.defaults());
         let mut limits = Limits::resolve(model.shape(), config, text_vocab_size, free_memory_bytes())?;
         for id in text.iter().flat_map(|text| text.eos_token_ids()) {
             if !limits.eos_token_ids.contains(id) {

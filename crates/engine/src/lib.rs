@@ -12,6 +12,7 @@ pub mod bench;
 pub mod blocks;
 pub mod config;
 mod cpu;
+pub mod cuda;
 pub mod door;
 pub mod engine;
 pub mod error;
@@ -33,7 +34,7 @@ mod tiny_model;
 mod waiting;
 pub mod weights;
 
-pub use config::EngineConfig;
+pub use config::{DeviceKind, DtypeSetting, EngineConfig};
 pub use engine::Engine;
 pub use error::Error;
 pub use handle::{EngineHandle, EngineState, EngineStatus};

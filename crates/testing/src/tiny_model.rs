@@ -38,6 +38,10 @@ pub struct TinyModel {
     pub max_position: u32,
     /// `rope_scaling` of config.json, when there is one.
     pub rope_scaling: Option<Value>,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Whether values are cut to bf16, so that a back end of 16 bits has the very same weights.
+    pub rounded: bool,
 }
 
 /// Rows of embedding and head; more than the tokenizer has, as in real checkpoints.
@@ -94,7 +98,16 @@ impl TinyModel {
     /// The usual one of an architecture.
     pub fn new(arch: TinyArch) -> Self {
         let tied = arch != TinyArch::Llama;
-        Self { arch, seed: 1, tied, chat_template: true, max_position: 512, rope_scaling: None }
+        Self {
+            arch,
+            seed: 1,
+            tied,
+            chat_template: true,
+            max_position: 512,
+            rope_scaling: None,
+            head_dim: HEAD_DIM,
+            rounded: false,
+        }
     }
 
     /// Writes `config.json`, `model.safetensors`, `tokenizer.json`, `tokenizer_config.json`
@@ -113,7 +126,7 @@ impl TinyModel {
     pub fn config(&self) -> Value {
         let mut config = json!({
             "hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB_ROWS,
+            "num_key_value_heads": KV_HEADS, "head_dim": self.head_dim, "vocab_size": VOCAB_ROWS,
             "num_hidden_layers": self.num_layers(), "max_position_embeddings": self.max_position,
             "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": self.tied,
             "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": 258, "torch_dtype": "float32",
@@ -144,7 +157,9 @@ impl TinyModel {
         let mut tensors = BTreeMap::new();
         let mut put = |name: String, shape: &[usize], mean: f32, spread: f32| {
             let mut random = Random::new(self.seed, &name);
-            let values = (0..shape.iter().product()).map(|_| mean + spread * random.unit()).collect();
+            let mask = if self.rounded { 0xffff_0000 } else { u32::MAX };
+            let mut value = || f32::from_bits((mean + spread * random.unit()).to_bits() & mask);
+            let values = (0..shape.iter().product()).map(|_| value()).collect();
             tensors.insert(name, (shape.to_vec(), values));
         };
         let gemma = self.arch == TinyArch::Gemma3;
@@ -161,10 +176,10 @@ impl TinyModel {
                 let spread = 2.0 * (3.0 / cols as f32).sqrt();
                 put(format!("model.layers.{layer}.{name}.weight"), &[rows, cols], 0.0, spread);
             };
-            matrix("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN);
-            matrix("self_attn.k_proj", KV_HEADS * HEAD_DIM, HIDDEN);
-            matrix("self_attn.v_proj", KV_HEADS * HEAD_DIM, HIDDEN);
-            matrix("self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM);
+            matrix("self_attn.q_proj", HEADS * self.head_dim, HIDDEN);
+            matrix("self_attn.k_proj", KV_HEADS * self.head_dim, HIDDEN);
+            matrix("self_attn.v_proj", KV_HEADS * self.head_dim, HIDDEN);
+            matrix("self_attn.o_proj", HIDDEN, HEADS * self.head_dim);
             matrix("mlp.gate_proj", FFN, HIDDEN);
             matrix("mlp.up_proj", FFN, HIDDEN);
             matrix("mlp.down_proj", HIDDEN, FFN);
@@ -178,8 +193,8 @@ impl TinyModel {
                 norm("post_feedforward_layernorm", HIDDEN);
             }
             if self.arch != TinyArch::Llama {
-                norm("self_attn.q_norm", HEAD_DIM);
-                norm("self_attn.k_norm", HEAD_DIM);
+                norm("self_attn.q_norm", self.head_dim);
+                norm("self_attn.k_norm", self.head_dim);
             }
         }
         tensors

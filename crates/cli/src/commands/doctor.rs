@@ -1,13 +1,14 @@
 //! `batch doctor`: one line per check, PASS, WARN or FAIL, then the remedy.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 use overnight_blobs::Blobs;
+use overnight_engine::cuda::find_parts;
 use overnight_engine::request::Class;
-use overnight_engine::{Event, Request, RequestId, SamplingParams, Sink, StopRules};
+use overnight_engine::{DeviceKind, Event, Request, RequestId, SamplingParams, Sink, StopRules};
 use overnight_store::Store;
 use overnight_store_sqlite::schema_state;
 use serde_json::{Value, json};
@@ -100,6 +101,7 @@ pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
             checks.push(objects(&config).await);
             checks.push(open_files());
             checks.push(port(&config));
+            checks.extend(gpu(&config).await);
             checks.extend(model(&config).await);
         }
         Err(failure) => checks.push(Check::fail(
@@ -294,6 +296,43 @@ fn port(config: &Config) -> Check {
         Ok(_) => Check::pass(name, format!("{}:{} is free", address.0, address.1)),
         Err(err) => Check::warn(name, format!("{}:{}: {err}", address.0, address.1), "choose another one with --port"),
     }
+}
+
+/// The card, its driver and the two libraries that a start on it needs.
+async fn gpu(config: &Config) -> Vec<Check> {
+    if config.engine.source.kind != EngineKind::Local || config.engine.local.device == DeviceKind::Cpu {
+        return Vec::new();
+    }
+    let parts = tokio::task::spawn_blocking(|| find_parts(&engine::device_options())).await;
+    let Ok(parts) = parts else {
+        return vec![Check::fail("gpu", "the driver broke down", "reinstall the NVIDIA driver, or use --device cpu")];
+    };
+    let properties = match parts.device {
+        Ok(properties) => properties,
+        Err(error) if config.engine.local.device == DeviceKind::Auto => {
+            return vec![Check::pass("gpu", format!("the engine runs on the CPU: {error}"))];
+        }
+        Err(error) => return vec![Check::fail("gpu", error.to_string(), "correct it, or use --device cpu")],
+    };
+    let (major, minor) = properties.compute_capability;
+    let driver = properties.driver_version;
+    let found = format!(
+        "{}, {}, compute capability {major}.{minor}, {} SMs, driver for CUDA {}.{}",
+        properties.name,
+        human::bytes(properties.memory_bytes),
+        properties.num_sms,
+        driver / 1000,
+        driver % 1000 / 10
+    );
+    let library = |name, found: Result<(String, PathBuf), String>| match found {
+        Ok((version, path)) => Check::pass(name, format!("{version}, {}", path.display())),
+        Err(error) => Check::fail(name, error, "install it as said, or use --device cpu"),
+    };
+    vec![
+        Check::pass("gpu", found),
+        library("nvrtc", parts.nvrtc.map_err(|error| error.to_string())),
+        library("cublaslt", parts.cublaslt.map_err(|error| error.to_string())),
+    ]
 }
 
 async fn model(config: &Config) -> Vec<Check> {

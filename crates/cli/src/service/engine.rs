@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use overnight_engine::load::{LoadFormat, ModelSource, load};
+use overnight_engine::cuda::{BuildOptions, DeviceOptions, KernelCache, SearchPaths, SourceFolder};
+use overnight_engine::load::{LoadFormat, ModelSource, load_forward_on, load_on};
 use overnight_engine::text::Text;
 use overnight_engine::{Engine, EngineConfig, EngineHandle};
 use overnight_worker::generate::Generate;
@@ -15,7 +16,7 @@ use overnight_worker::remote::{RemoteConfig, RemoteGenerate};
 use super::producer;
 use crate::config::{Config, EngineKind};
 use crate::error::{Exit, Failure, Result};
-use crate::models;
+use crate::{environment, models};
 
 /// Every model name that jobs may use here: the configured ones and the engine's.
 pub(crate) fn known_models(config: &Config) -> Vec<String> {
@@ -125,7 +126,8 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
         let doing = format!("{doing} {}", found.path.display());
         move |err: overnight_engine::Error| Failure::from_error(&doing, &err).code("model_not_loaded")
     };
-    let loaded = load(&source, &config.engine.local).map_err(fail("load the model"))?;
+    let loaded = load_on(&source, &config.engine.local, &device_options()).map_err(fail("load the model"))?;
+    let device = loaded.device;
     stage("starting the engine");
     let vocab_size = loaded.forward.shape().vocab_size;
     let architecture = loaded.forward.shape().architecture.clone();
@@ -147,10 +149,45 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     };
     Ok(Started {
         mapper: Mapper::local(text, names.clone(), limits),
-        producer: producer(&format!("{architecture} {} on the CPU", found.name)),
+        producer: producer(&format!("{architecture} {} on {device}", found.name)),
         generate: Arc::new(LocalEngine::new(handle.clone(), names)),
         handle: Some(handle),
     })
+}
+
+/// The local engine for prompts of token ids alone: no tokenizer is read. Gives the device's name too.
+pub(crate) fn start_without_text(config: &Config, stage: impl Fn(&str)) -> Result<(EngineHandle, String)> {
+    let found = model(config)?;
+    stage(&format!("loading {}", found.path.display()));
+    let source = ModelSource { path: found.path.clone(), load_format: config.engine.source.load_format };
+    let fail = |doing: &str| {
+        let doing = format!("{doing} {}", found.path.display());
+        move |err: overnight_engine::Error| Failure::from_error(&doing, &err).code("model_not_loaded")
+    };
+    let loaded = load_forward_on(&source, &config.engine.local, &device_options());
+    let (forward, device) = loaded.map_err(fail("load the model"))?;
+    stage("starting the engine");
+    let handle = Engine::start(forward, None, &config.engine.local).map_err(fail("start the engine on"))?;
+    Ok((handle, device))
+}
+
+/// What a GPU needs from this machine's environment.
+pub(crate) fn device_options() -> DeviceOptions {
+    let cache = environment::xdg("XDG_CACHE_HOME", ".cache").map(|folder| folder.join("overnight").join("kernels"));
+    let paths = |names: &[&str]| names.iter().filter_map(|name| environment::path(name)).collect();
+    DeviceOptions {
+        ordinal: 0,
+        build: BuildOptions {
+            paths: SearchPaths {
+                toolkits: paths(&["CUDA_HOME", "CUDA_PATH"]),
+                python: paths(&["VIRTUAL_ENV", "CONDA_PREFIX"]),
+                folders: Vec::new(),
+            },
+            sources: SourceFolder(environment::path("OVERNIGHT_KERNEL_DIR")),
+            cache: KernelCache(cache),
+            num_threads: 0,
+        },
+    }
 }
 
 fn start_remote(config: &Config) -> Result<Started> {

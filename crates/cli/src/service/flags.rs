@@ -24,13 +24,25 @@ pub(crate) struct EngineFlags {
     /// A Jinja file to render chats with [default: the model's own template]
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
+    /// Where to compute: auto (a usable GPU, else the CPU), cpu or cuda
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<String>,
+    /// Type of weights and KV cache on a GPU: auto, bfloat16 or float16
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) dtype: Option<String>,
+    /// Share of the GPU's memory to use [default: 0.92]
+    #[arg(long, value_name = "SHARE")]
+    pub(crate) gpu_memory_utilization: Option<f64>,
+    /// Launch decode kernels one by one instead of replaying graphs
+    #[arg(long)]
+    pub(crate) enforce_eager: bool,
     /// Longest prompt plus output, tokens [default: the model's own]
     #[arg(long, value_parser = human::parse_count)]
     pub(crate) max_model_len: Option<u64>,
-    /// Most sequences in a step [default: 32 on the CPU]
+    /// Most sequences in a step [default: 32 on the CPU, 1024 on a GPU]
     #[arg(long, value_parser = human::parse_count)]
     pub(crate) max_num_seqs: Option<u64>,
-    /// Most tokens in a step [default: 512 on the CPU]
+    /// Most tokens in a step [default: 512 on the CPU, 8192 or 16384 on a GPU]
     #[arg(long, value_parser = human::parse_count)]
     pub(crate) max_num_batched_tokens: Option<u64>,
     /// Token slots in a KV block [default: 64]
@@ -78,6 +90,18 @@ impl EngineFlags {
         }
         if let Some(path) = &self.chat_template {
             settings.push(Setting::flag("--chat-template", "engine.chat_template", path_text(path)?));
+        }
+        if let Some(device) = &self.device {
+            settings.push(Setting::flag("--device", "engine.device", device.as_str()));
+        }
+        if let Some(dtype) = &self.dtype {
+            settings.push(Setting::flag("--dtype", "engine.dtype", dtype.as_str()));
+        }
+        if let Some(share) = self.gpu_memory_utilization {
+            settings.push(Setting::flag("--gpu-memory-utilization", "engine.gpu_memory_utilization", share));
+        }
+        if self.enforce_eager {
+            settings.push(Setting::flag("--enforce-eager", "engine.enforce_eager", true));
         }
         let numbers = [
             ("--max-model-len", "engine.max_model_len", self.max_model_len),

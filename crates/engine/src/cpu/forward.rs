@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering;
 use crate::Error;
 use crate::cpu::CpuModel;
 use crate::cpu::buffers::InputBuffer;
-use crate::cpu::check::check;
 use crate::cpu::matmul::{Gate, matmul, matmul_gated};
 use crate::cpu::pool::{Pool, Rows};
 use crate::cpu::simd::Isa;
 use crate::cpu::simd::vector::{self, Head};
 use crate::model::StepInput;
+use crate::model::check::check;
 use crate::model::config::Architecture;
 use crate::model::rope::Rope;
 
@@ -21,7 +21,7 @@ impl CpuModel {
         let Some(cache) = &self.cache else {
             return Err(Error::Step("the KV cache is not allocated".to_owned()));
         };
-        check(&step, cache, self.config.vocab_rows)?;
+        check(&step, cache.num_blocks, cache.block_size, self.config.vocab_rows)?;
         let tokens = step.token_ids.len();
         self.bad_layer.store(u32::MAX, Ordering::Relaxed);
         self.buffers.grow(&self.config, tokens);

@@ -8,7 +8,6 @@
 
 mod buffers;
 mod cache;
-mod check;
 mod forward;
 mod matmul;
 pub(crate) mod packed;

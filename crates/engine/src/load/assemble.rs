@@ -9,17 +9,17 @@ use crate::model::config::{Architecture, ModelConfig};
 
 /// A tensor's bytes as the file has them.
 #[derive(Debug, Clone)]
-pub(super) struct RawTensor<'a> {
-    pub(super) name: String,
+pub(crate) struct RawTensor<'a> {
+    pub(crate) name: String,
     /// Slowest-varying dimension first.
-    pub(super) shape: Vec<usize>,
-    pub(super) format: Format,
-    pub(super) bytes: &'a [u8],
+    pub(crate) shape: Vec<usize>,
+    pub(crate) format: Format,
+    pub(crate) bytes: &'a [u8],
 }
 
 /// How elements are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Format {
+pub(crate) enum Format {
     F32,
     F16,
     BF16,
@@ -27,7 +27,7 @@ pub(super) enum Format {
 }
 
 /// A file, or files, that tensors are taken from by their role.
-pub(super) trait Source {
+pub(crate) trait Source {
     /// Takes a tensor; `layer` is `None` for those outside of layers.
     fn take(&mut self, layer: Option<usize>, role: Role) -> Result<RawTensor<'_>, Error>;
     /// An error about a tensor, naming its file.
@@ -38,7 +38,7 @@ pub(super) trait Source {
 
 /// What a tensor is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
+pub(crate) enum Role {
     Embedding,
     Head,
     FinalNorm,
@@ -58,16 +58,11 @@ pub(super) enum Role {
 }
 
 /// Takes all tensors. `tied`: the embedding is the head.
-pub(super) fn assemble(config: &ModelConfig, source: &mut dyn Source, tied: bool) -> Result<Weights, Error> {
+pub(crate) fn assemble(config: &ModelConfig, source: &mut dyn Source, tied: bool) -> Result<Weights, Error> {
     let (hidden, vocab) = (config.hidden, config.vocab_rows);
     let offset = source.norm_offset();
     let embedding = source.take(None, Role::Embedding)?;
-    let gemma = config.architecture == Architecture::Gemma3;
-    let mut embedding_scale = if gemma { (hidden as f32).sqrt() } else { 1.0 };
-    if embedding.format == Format::BF16 {
-        // The reference multiplies in the type of the embedding.
-        embedding_scale = bf16::from_f32(embedding_scale).to_f32();
-    }
+    let embedding_scale = embedding_scale(config, embedding.format);
     let mut take = Taker { source, offset };
     Ok(Weights {
         embedding: take.matrix(None, Role::Embedding, vocab, hidden)?,
@@ -76,6 +71,13 @@ pub(super) fn assemble(config: &ModelConfig, source: &mut dyn Source, tied: bool
         final_norm: take.norm(None, Role::FinalNorm, hidden)?,
         head: if tied { None } else { Some(take.matrix(None, Role::Head, vocab, hidden)?) },
     })
+}
+
+/// What embeddings are multiplied with.
+pub(crate) fn embedding_scale(config: &ModelConfig, format: Format) -> f32 {
+    let scale = if config.architecture == Architecture::Gemma3 { (config.hidden as f32).sqrt() } else { 1.0 };
+    // The reference multiplies in the type of the embedding.
+    if format == Format::BF16 { bf16::from_f32(scale).to_f32() } else { scale }
 }
 
 struct Taker<'a> {

@@ -29,6 +29,23 @@ pub(super) fn pickle_reason(path: &Path) -> Option<String> {
 }
 
 pub(super) fn read(folder: &Path, config: ModelConfig) -> Result<Model, Error> {
+    let mut cache_type = CacheType::F16;
+    let weights = with(folder, config.clone(), |config, tensors, tied| {
+        let weights = assemble(config, tensors, tied)?;
+        if tensors.format == Some(Format::F32) {
+            cache_type = CacheType::F32;
+        }
+        Ok(weights)
+    })?;
+    Ok(Model { config, weights, cache_type })
+}
+
+/// Maps the files and lends their tensors; what is left over afterwards is refused.
+pub(super) fn with<T>(
+    folder: &Path,
+    config: ModelConfig,
+    body: impl FnOnce(&ModelConfig, &mut Tensors<'_>, bool) -> Result<T, Error>,
+) -> Result<T, Error> {
     let files = weight_files(folder)?;
     let maps = files.iter().map(|path| Ok((path.clone(), Mapped::open(path)?))).collect::<Result<Vec<_>, Error>>()?;
     let mut tensors = Tensors::open(folder, &maps, config.architecture == Architecture::Gemma3)?;
@@ -36,10 +53,9 @@ pub(super) fn read(folder: &Path, config: ModelConfig) -> Result<Model, Error> {
         Some(tied) => tied,
         None => !tensors.by_name.contains_key("lm_head.weight"),
     };
-    let weights = assemble(&config, &mut tensors, tied)?;
+    let done = body(&config, &mut tensors, tied)?;
     tensors.refuse_leftovers()?;
-    let cache_type = if tensors.format == Some(Format::F32) { CacheType::F32 } else { CacheType::F16 };
-    Ok(Model { config, weights, cache_type })
+    Ok(done)
 }
 
 /// The files to read: those of the index, or the single file, or a whole set of shards.
@@ -147,7 +163,7 @@ fn indexed_files(folder: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
 }
 
 /// All tensors of the files by name.
-struct Tensors<'a> {
+pub(super) struct Tensors<'a> {
     folder: PathBuf,
     by_name: HashMap<String, (&'a Path, RawTensor<'a>)>,
     /// Before the names inside the model.

@@ -9,13 +9,20 @@ use crate::load::assemble::{Format, RawTensor, Role, Source, assemble};
 use crate::model::config::ModelConfig;
 
 pub(super) fn read(gguf: &Gguf) -> Result<Model, Error> {
+    let (config, weights) = with(gguf, |config, tensors, tied| Ok((config.clone(), assemble(config, tensors, tied)?)))?;
+    Ok(Model { config, weights, cache_type: CacheType::F16 })
+}
+
+/// Lends the tensors of the file.
+pub(super) fn with<T>(
+    gguf: &Gguf,
+    body: impl FnOnce(&ModelConfig, &mut dyn Source, bool) -> Result<T, Error>,
+) -> Result<T, Error> {
     let config = ModelConfig::from_gguf(gguf)?;
     if gguf.tensor("rope_freqs.weight").is_some() {
         return Err(Error::Unsupported(format!("tensor rope_freqs.weight in {}", gguf.path().display())));
     }
-    let tied = config.tied == Some(true);
-    let weights = assemble(&config, &mut File(gguf), tied)?;
-    Ok(Model { config, weights, cache_type: CacheType::F16 })
+    body(&config, &mut File(gguf), config.tied == Some(true))
 }
 
 struct File<'a>(&'a Gguf);

@@ -6,7 +6,7 @@
 //! `model.`, `model.language_model.`, `language_model.model.` or none. Whatever else is
 //! missing, double, left over or of a wrong shape is an error that names file and tensor.
 
-mod assemble;
+pub(crate) mod assemble;
 mod dummy;
 mod folder;
 mod gguf_weights;
@@ -19,9 +19,11 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use crate::Error;
-use crate::config::EngineConfig;
+use crate::config::{DeviceKind, EngineConfig};
 use crate::cpu::{CacheType, CpuModel, Weights};
+use crate::cuda::{CudaModel, DeviceOptions};
 use crate::gguf::Gguf;
+use crate::load::assemble::Source;
 use crate::model::Forward;
 use crate::model::config::{ConfigError, ModelConfig, token_ids};
 use crate::text::Text;
@@ -70,6 +72,8 @@ pub struct Loaded {
     pub forward: Box<dyn Forward>,
     /// Tokenizes and renders.
     pub text: Arc<Text>,
+    /// Where it computes, for people: `the CPU`, `NVIDIA H200`.
+    pub device: String,
 }
 
 impl std::fmt::Debug for Loaded {
@@ -91,7 +95,110 @@ pub fn load(source: &ModelSource, config: &EngineConfig) -> Result<Loaded, Error
     };
     // Heads are often padded; ids beyond the tokenizer's are no tokens.
     let vocab_size = text.vocab_size();
-    Ok(Loaded { forward: Box::new(model.into_cpu(vocab_size, config)?), text: Arc::new(text) })
+    let forward = Box::new(model.into_cpu(vocab_size, config)?);
+    Ok(Loaded { forward, text: Arc::new(text), device: "the CPU".to_owned() })
+}
+
+/// Loads a model onto the device that `config.device` names, with its tokenizer. `auto` takes the
+/// GPU when one is usable and logs why not when none is. Errors as [`load`], and with
+/// [`Error::Device`] when the GPU was asked for or fails while it is filled.
+pub fn load_on(source: &ModelSource, config: &EngineConfig, options: &DeviceOptions) -> Result<Loaded, Error> {
+    let Some(device) = choose_device(config, options)? else { return load(source, config) };
+    let path = source.path.as_path();
+    let failed = |source| Error::Text { path: path.to_owned(), source };
+    let text = match kind(source)? {
+        Kind::Folder | Kind::Dummy => Text::from_dir(path).map_err(failed)?,
+        Kind::Gguf => Text::from_gguf(&open_gguf(path)?).map_err(failed)?,
+    };
+    let name = device.properties().name.clone();
+    let forward = Box::new(load_cuda(source, config, options, device, text.vocab_size())?);
+    Ok(Loaded { forward, text: Arc::new(text), device: name })
+}
+
+/// Loads the weights alone, as [`load_on`], and names the device. Every row of the head counts as
+/// a token; no tokenizer is read.
+pub fn load_forward_on(
+    source: &ModelSource,
+    config: &EngineConfig,
+    options: &DeviceOptions,
+) -> Result<(Box<dyn Forward>, String), Error> {
+    match choose_device(config, options)? {
+        None => Ok((load_forward(source, config)?, "the CPU".to_owned())),
+        Some(device) => {
+            let name = device.properties().name.clone();
+            Ok((Box::new(load_cuda(source, config, options, device, u32::MAX)?), name))
+        }
+    }
+}
+
+/// The GPU, or `None` for the CPU.
+fn choose_device(config: &EngineConfig, options: &DeviceOptions) -> Result<Option<overnight_kernels::Device>, Error> {
+    match config.device {
+        DeviceKind::Cpu => Ok(None),
+        DeviceKind::Cuda => crate::cuda::open(options).map(Some),
+        DeviceKind::Auto => match crate::cuda::open(options) {
+            Ok(device) => Ok(Some(device)),
+            Err(Error::Device { source, .. }) => {
+                tracing::info!("computing on the CPU: {source}");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        },
+    }
+}
+
+/// Loads the weights alone onto a GPU that is open. Ids from `vocab_size` on are no tokens.
+pub fn load_cuda(
+    source: &ModelSource,
+    config: &EngineConfig,
+    options: &DeviceOptions,
+    device: overnight_kernels::Device,
+    vocab_size: u32,
+) -> Result<CudaModel, Error> {
+    with_source(source, |model, tensors, tied| {
+        CudaModel::load(device, options, config, model, tensors, tied, vocab_size)
+    })
+}
+
+/// Opens the files of a model and lends its tensors to `body`: configuration, tensors (`None`:
+/// random ones are asked for), and whether the embedding is the head.
+fn with_source<T>(
+    source: &ModelSource,
+    body: impl FnOnce(&ModelConfig, Option<&mut dyn Source>, bool) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let path = source.path.as_path();
+    match kind(source)? {
+        Kind::Gguf => {
+            let gguf = open_gguf(path)?;
+            gguf_weights::with(&gguf, |model, tensors, tied| body(model, Some(tensors), tied))
+        }
+        Kind::Folder => folder::with(path, read_config(path)?, |model, tensors, tied| body(model, Some(tensors), tied)),
+        Kind::Dummy => {
+            let model = read_config(path)?;
+            let tied = model.tied != Some(false);
+            body(&model, None, tied)
+        }
+    }
+}
+
+/// What a source is read as.
+enum Kind {
+    Folder,
+    Gguf,
+    Dummy,
+}
+
+fn kind(source: &ModelSource) -> Result<Kind, Error> {
+    let path = source.path.as_path();
+    let metadata = std::fs::metadata(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+    let wrong = |what: &str| Err(Error::Model { path: path.to_owned(), what: what.to_owned() });
+    match (source.load_format, metadata.is_dir()) {
+        (LoadFormat::Auto | LoadFormat::Gguf, false) => Ok(Kind::Gguf),
+        (LoadFormat::Auto | LoadFormat::Safetensors, true) => Ok(Kind::Folder),
+        (LoadFormat::Dummy, true) => Ok(Kind::Dummy),
+        (LoadFormat::Safetensors | LoadFormat::Dummy, false) => wrong("it is a file; this load format needs a folder"),
+        (LoadFormat::Gguf, true) => wrong("it is a folder; the load format gguf needs the file itself"),
+    }
 }
 
 /// Loads the weights alone. Every row of the head counts as a token.
@@ -130,20 +237,13 @@ const MAX_THREADS: usize = 256;
 
 fn read(source: &ModelSource, seed: u64) -> Result<Read, Error> {
     let path = source.path.as_path();
-    let metadata = std::fs::metadata(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-    let wrong = |what: &str| Err(Error::Model { path: path.to_owned(), what: what.to_owned() });
-    match (source.load_format, metadata.is_dir()) {
-        (LoadFormat::Auto | LoadFormat::Gguf, false) => {
+    match kind(source)? {
+        Kind::Gguf => {
             let gguf = open_gguf(path)?;
             Ok(Read::Gguf(gguf_weights::read(&gguf)?, gguf))
         }
-        (LoadFormat::Auto | LoadFormat::Safetensors, true) => {
-            let config = read_config(path)?;
-            Ok(Read::Folder(folder::read(path, config)?))
-        }
-        (LoadFormat::Dummy, true) => Ok(Read::Folder(dummy::model(read_config(path)?, seed))),
-        (LoadFormat::Safetensors | LoadFormat::Dummy, false) => wrong("it is a file; this load format needs a folder"),
-        (LoadFormat::Gguf, true) => wrong("it is a folder; the load format gguf needs the file itself"),
+        Kind::Folder => Ok(Read::Folder(folder::read(path, read_config(path)?)?)),
+        Kind::Dummy => Ok(Read::Folder(dummy::model(read_config(path)?, seed))),
     }
 }
 

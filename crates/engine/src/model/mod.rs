@@ -3,10 +3,12 @@
 //! The scheduler decides what is in a step; a [`Forward`] computes it. It owns the
 //! weights and the KV cache memory, and knows nothing of requests or sampling.
 
+pub(crate) mod check;
 pub mod config;
 pub mod rope;
 
 use crate::Error;
+use crate::sampler::{NotFinite, SampleRow, Sampled, Sampler, Task};
 
 /// Index of a KV cache block.
 pub type BlockId = u32;
@@ -49,6 +51,26 @@ pub struct StepInput<'a> {
     pub logits_tokens: &'a [u32],
 }
 
+/// What to do with one row of logits.
+#[derive(Debug, Clone, Copy)]
+pub struct SampleSpec<'a> {
+    /// Choose a token or score one.
+    pub task: Task<'a>,
+    /// Likeliest tokens to report beside the chosen one; `None`: no logprobs at all.
+    pub num_logprobs: Option<u32>,
+}
+
+/// Settings that a device chooses where the operator has not; `None`: those of the CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DeviceDefaults {
+    /// Most sequences in a step.
+    pub max_num_seqs: Option<u32>,
+    /// Most tokens in a step.
+    pub max_num_batched_tokens: Option<u32>,
+    /// Bytes that are set aside for the KV cache.
+    pub kv_cache_memory_bytes: Option<u64>,
+}
+
 /// A loaded model on a device.
 pub trait Forward: Send {
     /// Its shape.
@@ -61,6 +83,41 @@ pub trait Forward: Send {
     /// logits `[logits_tokens.len(), vocab_size]`, f32, row-major, valid until the next call.
     /// A row's result does not depend on the rows beside it.
     fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error>;
+
+    /// Computes a step as [`Forward::forward`] does and chooses or scores a token for each of its
+    /// `logits_tokens`, among the first `vocab_size` ids; one spec and one result per row of
+    /// logits, in order. A device that samples by itself leaves `sampler` alone.
+    fn run(
+        &mut self,
+        step: StepInput<'_>,
+        specs: &[SampleSpec<'_>],
+        vocab_size: u32,
+        sampler: &mut Sampler,
+    ) -> Result<Vec<Result<Sampled, NotFinite>>, Error> {
+        let (width, num_rows) = (self.shape().vocab_size as usize, step.logits_tokens.len());
+        let logits = self.forward(step)?;
+        if logits.len() != num_rows * width || specs.len() != num_rows {
+            let (got, specs) = (logits.len(), specs.len());
+            let what =
+                format!("the model gave {got} logits instead of {num_rows} rows of {width}, for {specs} choices");
+            return Err(Error::Stopped(what));
+        }
+        let rows: Vec<_> = specs
+            .iter()
+            .enumerate()
+            .map(|(index, spec)| SampleRow {
+                logits: &logits[index * width..index * width + vocab_size as usize],
+                task: spec.task,
+                num_logprobs: spec.num_logprobs,
+            })
+            .collect();
+        Ok(sampler.sample(&rows))
+    }
+
+    /// What the device sets where the operator has not.
+    fn defaults(&self) -> DeviceDefaults {
+        DeviceDefaults::default()
+    }
 
     /// After a step whose logits are not finite: the first layer whose output was not, counted
     /// from 0; `None` where every layer's was finite or the back end does not look.

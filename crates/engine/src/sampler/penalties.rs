@@ -22,6 +22,11 @@ impl Penalties {
         })
     }
 
+    /// Tokens of prompt and output that count, each with its output occurrences; in no order.
+    pub(crate) fn uses(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        self.uses.iter().map(|(&token, &num_output)| (token, num_output))
+    }
+
     /// Counts an output token.
     pub fn count(&mut self, token: u32) {
         *self.uses.entry(token).or_insert(0) += 1;

@@ -1,12 +1,14 @@
 //! `batch bench throughput`: the engine alone, requests of equal length all at once,
 //! with the words and JSON keys of `vllm bench throughput`.
 
+use std::time::Instant;
+
 use clap::Args;
 use overnight_engine::SamplingParams;
 use overnight_engine::bench::{ThroughputOptions, ThroughputReport, run_throughput};
 
 use crate::App;
-use crate::config::Loaded;
+use crate::config::{EngineKind, Loaded};
 use crate::error::{Failure, Result};
 use crate::output::human;
 use crate::service::engine;
@@ -27,9 +29,18 @@ pub(crate) struct ThroughputArgs {
     /// Of each prompt, tokens that all have in common
     #[arg(long, default_value = "0", value_parser = human::parse_count)]
     shared_prefix_len: u64,
-    /// Runs before the one that counts
+    /// How tokens are chosen; 0 takes the likeliest
+    #[arg(long, default_value = "0")]
+    temperature: f32,
+    /// Keep the likeliest tokens whose probabilities sum to this
+    #[arg(long, default_value = "1")]
+    top_p: f32,
+    /// Runs before the ones that count
     #[arg(long, default_value = "1", value_parser = human::parse_count)]
     num_warmups: u64,
+    /// Runs that count; the figures are those of the median one
+    #[arg(long, default_value = "1", value_parser = human::parse_count)]
+    num_runs: u64,
     /// Write the figures there as JSON
     #[arg(long, value_name = "PATH")]
     output_json: Option<std::path::PathBuf>,
@@ -41,34 +52,42 @@ pub(crate) async fn run(args: ThroughputArgs, app: &App) -> Result {
     let config = Loaded::read(&app.globals, args.engine.settings()?)?.config;
     engine::check(&config)?;
     let (to_load, ui) = (config.clone(), app.ui.clone());
-    let started = tokio::task::spawn_blocking(move || engine::start(&to_load, |text| ui.say(text)))
-        .await
-        .unwrap_or_else(|err| Err(Failure::from_error("load the model", &err)))?;
-    let Some(handle) = started.handle else {
+    if config.engine.source.kind != EngineKind::Local {
         return Err(Failure::usage("this measures the local engine; engine.kind is another one"));
-    };
+    }
+    let started = Instant::now();
+    let started_engine = tokio::task::spawn_blocking(move || engine::start_without_text(&to_load, |text| ui.say(text)))
+        .await
+        .unwrap_or_else(|err| Err(Failure::from_error("load the model", &err)));
+    let (handle, device) = started_engine?;
+    app.ui.say(format!("ready on {device} in {}", human::duration(started.elapsed())));
     let small = |flag: &str, value: u64| {
         u32::try_from(value).map_err(|_| Failure::usage(format!("{flag} is too large: {value}")))
     };
-    let mut report = None;
-    for round in 0..=args.num_warmups {
+    let mut reports = Vec::new();
+    for round in 0..args.num_warmups + args.num_runs.max(1) {
         let options = ThroughputOptions {
             input_len: small("--input-len", args.input_len)?,
             output_len: small("--output-len", args.output_len)?,
             num_prompts: small("--num-prompts", args.num_prompts)?,
             shared_prefix_len: small("--shared-prefix-len", args.shared_prefix_len)?,
-            sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+            sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::default() },
             // A warm-up must not leave the prompts of the next run in the prefix cache.
             seed: config.engine.local.seed + round,
         };
         let done = run_throughput(&handle, &options).await;
-        report = Some(done.map_err(|err| Failure::from_error("measure the engine", &err))?);
+        let report = done.map_err(|err| Failure::from_error("measure the engine", &err))?;
+        if round >= args.num_warmups {
+            app.ui.say(format!("{:.3} s, {:.2} requests/s", report.elapsed_time, report.requests_per_second));
+            reports.push(report);
+        }
     }
     let stop = handle.clone();
     let stopped = tokio::task::spawn_blocking(move || stop.shutdown()).await;
     stopped.map_err(|err| Failure::from_error("stop the engine", &err))?;
-    match report {
-        Some(report) => show(&report, &args, app),
+    reports.sort_by(|a, b| a.elapsed_time.total_cmp(&b.elapsed_time));
+    match reports.get(reports.len() / 2) {
+        Some(report) => show(report, &args, app),
         None => Ok(()),
     }
 }

@@ -1,11 +1,15 @@
 //! Checks a step before it is computed: a wrong index must be an error, not another row's data.
 
 use crate::Error;
-use crate::cpu::cache::Cache;
 use crate::model::StepInput;
 
 /// Errors with [`Error::Step`] and the first fault.
-pub(crate) fn check(step: &StepInput<'_>, cache: &Cache, vocab_rows: usize) -> Result<(), Error> {
+pub(crate) fn check(
+    step: &StepInput<'_>,
+    num_blocks: usize,
+    block_size: usize,
+    vocab_rows: usize,
+) -> Result<(), Error> {
     let wrong = |what: String| Err(Error::Step(what));
     let tokens = step.token_ids.len();
     let rows = step.context_lens.len();
@@ -28,18 +32,18 @@ pub(crate) fn check(step: &StepInput<'_>, cache: &Cache, vocab_rows: usize) -> R
     if let Some(id) = step.token_ids.iter().find(|&&id| id as usize >= vocab_rows) {
         return wrong(format!("token id {id} of a vocabulary of {vocab_rows}"));
     }
-    let slots = cache.num_blocks * cache.block_size;
+    let slots = num_blocks * block_size;
     if let Some(slot) = step.slot_mapping.iter().find(|&&slot| slot as usize >= slots) {
         return wrong(format!("slot {slot} of {slots}"));
     }
-    if let Some(block) = step.block_tables.iter().find(|&&block| block as usize >= cache.num_blocks) {
-        return wrong(format!("block {block} of {}", cache.num_blocks));
+    if let Some(block) = step.block_tables.iter().find(|&&block| block as usize >= num_blocks) {
+        return wrong(format!("block {block} of {}", num_blocks));
     }
     for row in 0..rows {
         let blocks = (step.block_table_starts[row + 1] - step.block_table_starts[row]) as usize;
         let context = step.context_lens[row] as usize;
-        if context > blocks * cache.block_size {
-            return wrong(format!("row {row} has {context} tokens in {blocks} blocks of {}", cache.block_size));
+        if context > blocks * block_size {
+            return wrong(format!("row {row} has {context} tokens in {blocks} blocks of {}", block_size));
         }
         let range = step.cu_seqlens[row] as usize..step.cu_seqlens[row + 1] as usize;
         if let Some(position) = step.positions[range].iter().find(|&&position| position as usize >= context) {

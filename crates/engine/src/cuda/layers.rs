@@ -1,0 +1,298 @@
+//! One step through the layers, on the device.
+
+use overnight_kernels::Error as DeviceError;
+use overnight_kernels::attention_decode::Decode;
+use overnight_kernels::attention_prefill::{Prefill, Row, list_tiles};
+use overnight_kernels::gemm::Shape;
+use overnight_kernels::paged::{BlockTables, PagedCache};
+use overnight_kernels::rope::QkNormRope;
+
+use crate::Error;
+use crate::cuda::buffers::{DECODE_CHUNKS_MAX, heads};
+use crate::cuda::packing::{Layout, StepView, num_decode_rows};
+use crate::cuda::{CudaModel, during};
+use crate::model::StepInput;
+use crate::model::check::check;
+use crate::model::config::Architecture;
+
+impl CudaModel {
+    /// Starts a step: everything up to the last layer, or up to the logits where a graph has them.
+    pub(super) fn compute(&mut self, step: &StepInput<'_>) -> Result<StepView, Error> {
+        let Some(num_blocks) = self.cache.as_ref().map(|cache| cache.num_blocks) else {
+            return Err(Error::Step("the KV cache is not allocated".to_owned()));
+        };
+        check(step, num_blocks as usize, self.limits.block_size as usize, self.config.vocab_rows)?;
+        let (num_tokens, num_rows) = (step.token_ids.len() as u32, step.context_lens.len() as u32);
+        if num_tokens > self.limits.num_tokens || num_rows > self.limits.num_rows {
+            let (tokens, rows) = (self.limits.num_tokens, self.limits.num_rows);
+            let what = format!("{num_tokens} tokens in {num_rows} rows; memory for {tokens} in {rows} was set aside");
+            return Err(Error::Step(what));
+        }
+        let num_decode = num_decode_rows(step);
+        let num_logits = step.logits_tokens.len() as u32;
+        let is_decode = num_decode == num_rows && num_logits == num_rows && num_rows > 0;
+        let chunk = self.kernels.decode.chunk();
+        let fits = num_chunks(step.context_lens, chunk) <= DECODE_CHUNKS_MAX;
+        if is_decode && fits && !self.enforce_eager && self.graphs.bucket(num_rows).is_some() {
+            return self.replay(step, num_blocks);
+        }
+        let mut tiles = std::mem::take(&mut self.tiles);
+        tiles.clear();
+        let tile = self.kernels.prefill.tile_queries(heads(&self.config).group());
+        // The order by work without a window serves layers with one too.
+        list_tiles(&mut tiles, (num_decode..num_rows).map(|row| prefill_row(step, row)), tile, 0);
+        let layout = Layout { num_tokens, num_rows, num_decode, num_tiles: tiles.len() as u32, num_logits };
+        let view = self.packing.pack(&self.stream, step, layout, &tiles, num_blocks);
+        self.tiles = tiles;
+        let view = view?;
+        let splits = decode_splits(&step.context_lens[..num_decode as usize], chunk);
+        self.layers(&view, &splits).map_err(during("could not compute a step"))?;
+        Ok(view)
+    }
+
+    /// Embedding and all layers. `splits`: runs of decode rows, (first, count), that attention
+    /// takes one launch for.
+    pub(super) fn layers(&mut self, view: &StepView, splits: &[(u32, u32)]) -> Result<(), DeviceError> {
+        let tokens = view.layout.num_tokens;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let (hidden, eps, offset) = (self.config.hidden as u32, self.config.norm_eps, self.weights.norm_offset);
+        let (stream, k, b, w) = (&self.stream, &self.kernels, &self.buffers, &self.weights);
+        let stride = self.limits.blocks_per_row;
+        k.block_tables.expand(stream, b.block_tables, view.table_starts, view.blocks, view.layout.num_rows, stride)?;
+        k.embedding.gather(stream, b.residual, w.embedding, view.token_ids, tokens, hidden, w.embedding_scale)?;
+        k.rms_norm.rms_norm(
+            stream,
+            b.normed,
+            b.residual,
+            w.layers[0].attention_norm,
+            None,
+            tokens,
+            hidden,
+            eps,
+            offset,
+        )?;
+        if let [split] = splits {
+            self.plan_decode(view, *split)?;
+        }
+        for layer in 0..self.config.layers.len() {
+            self.attention(view, layer, splits)?;
+            self.join(view, layer, true)?;
+            self.feed_forward(view, layer)?;
+            self.join(view, layer, false)?;
+        }
+        Ok(())
+    }
+
+    /// Work lists of decode attention, one for each kind of window in the model.
+    fn plan_decode(&self, view: &StepView, (first, num): (u32, u32)) -> Result<(), DeviceError> {
+        let kv_heads = self.config.kv_heads as u32;
+        let context_lens = view.context_lens.slice(first as usize, num as usize);
+        for (kind, window) in self.windows() {
+            let (workspace, most) = (&self.buffers.decode[kind], DECODE_CHUNKS_MAX as usize);
+            self.kernels.decode.plan(&self.stream, workspace, context_lens, (num, kv_heads), most, window)?;
+        }
+        Ok(())
+    }
+
+    /// The kinds of windows that layers have: 0 none, 1 the model's.
+    fn windows(&self) -> impl Iterator<Item = (usize, u32)> + '_ {
+        let of = |kind: usize| self.config.layers.iter().find(|layer| layer.window.is_some() == (kind == 1));
+        (0..2).filter_map(move |kind| of(kind).map(|layer| (kind, layer.window.unwrap_or(0))))
+    }
+
+    fn attention(&mut self, view: &StepView, layer: usize, splits: &[(u32, u32)]) -> Result<(), DeviceError> {
+        let (config, heads) = (&self.config, heads(&self.config));
+        let (weights, b, stream) = (&self.weights.layers[layer], &self.buffers, &self.stream);
+        let (tokens, width) = (view.layout.num_tokens, heads.qkv_width());
+        let shape = Shape { m: tokens, n: width as u32, k: config.hidden as u32, accumulates: false };
+        self.gemm.run(stream, b.qkv, b.normed, weights.qkv, shape)?;
+        let Some(cache) = self.cache.as_ref().map(|cache| cache.layer(layer, self.limits.block_size)) else {
+            return Err(DeviceError::shape("attention", "the KV cache is not allocated"));
+        };
+        let call = QkNormRope {
+            slot_mapping: view.slot_mapping,
+            positions: view.positions,
+            norm_weights: weights.qk_norms,
+            rope: b.ropes[config.layers[layer].rope],
+            num_tokens: tokens,
+            heads,
+            cache: &cache,
+            eps: config.norm_eps,
+            weight_offset: self.weights.norm_offset,
+        };
+        self.kernels.rope.run(stream, b.qkv, &call)?;
+        for &split in splits {
+            if splits.len() > 1 {
+                self.plan_decode(view, split)?;
+            }
+            self.attend_decode(view, layer, &cache, split)?;
+        }
+        let block_tables = BlockTables { entries: b.block_tables, stride: self.limits.blocks_per_row };
+        let call = Prefill {
+            qkv: b.qkv,
+            cache: &cache,
+            block_tables: &block_tables,
+            cu_seqlens: view.cu_seqlens,
+            context_lens: view.context_lens,
+            tiles: view.tiles,
+            num_tiles: view.layout.num_tiles,
+            num_rows: view.layout.num_rows,
+            num_tokens: tokens,
+            heads,
+            scale: config.attention_scale,
+            window: config.layers[layer].window.unwrap_or(0),
+        };
+        if call.num_tiles > 0 {
+            self.kernels.prefill.run(&self.stream, b.attention, &call)?;
+        }
+        // Without a norm in between, the product itself adds to the residual.
+        let (out, accumulates) = self.block_output();
+        let shape = Shape { m: tokens, n: self.config.hidden as u32, k: heads.out_width() as u32, accumulates };
+        self.gemm.run(&self.stream, out, self.buffers.attention, self.weights.layers[layer].o, shape)
+    }
+
+    /// Attention of `num` decode rows from `first` on, whose chunks are listed.
+    fn attend_decode(
+        &self,
+        view: &StepView,
+        layer: usize,
+        cache: &PagedCache,
+        (first, num): (u32, u32),
+    ) -> Result<(), DeviceError> {
+        let (config, b, heads) = (&self.config, &self.buffers, heads(&self.config));
+        let window = config.layers[layer].window.unwrap_or(0);
+        let (stride, first, len) = (self.limits.blocks_per_row, first as usize, num as usize);
+        let entries = b.block_tables.slice(first * stride as usize, len * stride as usize);
+        let call = Decode {
+            qkv: b.qkv.slice(first * heads.qkv_width(), len * heads.qkv_width()),
+            cache,
+            block_tables: &BlockTables { entries, stride },
+            context_lens: view.context_lens.slice(first, len),
+            workspace: &b.decode[usize::from(window != 0)],
+            num_rows: num,
+            num_chunks_max: DECODE_CHUNKS_MAX as usize,
+            heads,
+            scale: config.attention_scale,
+            window,
+        };
+        let out = b.attention.slice(first * heads.out_width(), len * heads.out_width());
+        self.kernels.decode.run(&self.stream, out, &call)
+    }
+
+    fn feed_forward(&mut self, view: &StepView, layer: usize) -> Result<(), DeviceError> {
+        let (hidden, ffn, tokens) = (self.config.hidden as u32, self.config.ffn as u32, view.layout.num_tokens);
+        let (weights, b, stream) = (&self.weights.layers[layer], &self.buffers, &self.stream);
+        let shape = Shape { m: tokens, n: 2 * ffn, k: hidden, accumulates: false };
+        self.gemm.run(stream, b.gate_up, b.normed, weights.gate_up, shape)?;
+        match self.config.architecture {
+            Architecture::Gemma3 => self.kernels.activation.gelu_tanh_mul(stream, b.gated, b.gate_up, tokens, ffn)?,
+            Architecture::Llama | Architecture::Qwen3 => {
+                self.kernels.activation.silu_mul(stream, b.gated, b.gate_up, tokens, ffn)?;
+            }
+        }
+        let (out, accumulates) = self.block_output();
+        let shape = Shape { m: tokens, n: hidden, k: ffn, accumulates };
+        self.gemm.run(stream, out, b.gated, weights.down, shape)
+    }
+
+    /// Where a block's output goes, and whether it is added there.
+    pub(super) fn block_output(&self) -> (overnight_kernels::DeviceSlice<u16>, bool) {
+        match self.config.architecture {
+            Architecture::Gemma3 => (self.buffers.block, false),
+            Architecture::Llama | Architecture::Qwen3 => (self.buffers.residual, true),
+        }
+    }
+
+    /// Adds a block's output to the residual where the product has not, and norms it for what
+    /// comes next. After the last layer only the rows of logits are normed, by `head`.
+    fn join(&self, view: &StepView, layer: usize, after_attention: bool) -> Result<(), DeviceError> {
+        let (hidden, eps, offset) = (self.config.hidden as u32, self.config.norm_eps, self.weights.norm_offset);
+        let (w, b, tokens) = (&self.weights, &self.buffers, view.layout.num_tokens);
+        let weights = &w.layers[layer];
+        let (post, next) = match after_attention {
+            true => (weights.post_norms.map(|(attention, _)| attention), Some(weights.ffn_norm)),
+            false => {
+                let next = w.layers.get(layer + 1).map(|next| next.attention_norm);
+                (weights.post_norms.map(|(_, ffn)| ffn), next)
+            }
+        };
+        let norms = &self.kernels.rms_norm;
+        match (post, next) {
+            (Some(post), next) => {
+                let next = next.unwrap_or(w.final_norm);
+                norms.post_add_rms_norm(
+                    &self.stream,
+                    b.normed,
+                    b.residual,
+                    b.block,
+                    post,
+                    next,
+                    tokens,
+                    hidden,
+                    eps,
+                    offset,
+                )
+            }
+            (None, Some(next)) => {
+                norms.rms_norm(&self.stream, b.normed, b.residual, next, None, tokens, hidden, eps, offset)
+            }
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Logits of `num` of the step's wanted tokens, from `start` on.
+    pub(super) fn head(&mut self, view: &StepView, start: u32, num: u32) -> Result<(), DeviceError> {
+        let (hidden, eps, offset) = (self.config.hidden as u32, self.config.norm_eps, self.weights.norm_offset);
+        let (w, b) = (&self.weights, &self.buffers);
+        let wanted = view.logits_tokens.slice(start as usize, num as usize);
+        let norms = &self.kernels.rms_norm;
+        norms.rms_norm(&self.stream, b.last, b.residual, w.final_norm, Some(wanted), num, hidden, eps, offset)?;
+        let shape = Shape { m: num, n: w.head_rows as u32, k: hidden, accumulates: false };
+        self.gemm.run(&self.stream, b.logits, b.last, w.head, shape)
+    }
+}
+
+fn prefill_row(step: &StepInput<'_>, row: u32) -> Row {
+    let at = row as usize;
+    Row { row, query_len: step.cu_seqlens[at + 1] - step.cu_seqlens[at], context_len: step.context_lens[at] }
+}
+
+/// Chunks of decode attention that rows of these lengths have, at most.
+fn num_chunks(context_lens: &[u32], chunk: u32) -> u32 {
+    context_lens.iter().map(|len| len.div_ceil(chunk)).sum()
+}
+
+/// Runs of decode rows whose chunks fit the work space.
+fn decode_splits(context_lens: &[u32], chunk: u32) -> Vec<(u32, u32)> {
+    let mut splits = Vec::new();
+    let (mut first, mut chunks) = (0, 0);
+    for (row, len) in (0..).zip(context_lens) {
+        let more = len.div_ceil(chunk);
+        if row > first && chunks + more > DECODE_CHUNKS_MAX {
+            splits.push((first, row - first));
+            (first, chunks) = (row, 0);
+        }
+        chunks += more;
+    }
+    let num = context_lens.len() as u32;
+    if num > first {
+        splits.push((first, num - first));
+    }
+    splits
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decode_rows_are_split_where_their_chunks_exceed_the_work_space() {
+        assert_eq!(decode_splits(&[], 512), []);
+        assert_eq!(decode_splits(&[1, 513, 40_000], 512), [(0, 3)]);
+        let long = 512 * (DECODE_CHUNKS_MAX / 2);
+        assert_eq!(decode_splits(&[long, long, 1, long], 512), [(0, 2), (2, 2)]);
+        assert_eq!(decode_splits(&[2 * long + 1, 1], 512), [(0, 1), (1, 1)], "a row is never cut");
+    }
+}

@@ -1,0 +1,306 @@
+//! The weights on the device: 16 bits each, q, k and v in one matrix, gate and up in one.
+//!
+//! Tensors are converted in parallel into pinned buffers while the one before is on its way.
+
+use half::{bf16, f16};
+use overnight_kernels::memory::Pinned;
+use overnight_kernels::{Arena, Device, DeviceSlice, Dtype, Event, Stream};
+use rayon::prelude::*;
+
+use crate::Error;
+use crate::cpu::packed::Packed;
+use crate::cuda::during;
+use crate::cuda::kernels::Kernels;
+use crate::load::assemble::{Format, RawTensor, Role, Source, embedding_scale};
+use crate::model::config::{Architecture, ModelConfig};
+
+/// Elements of a staging buffer.
+const STAGE_LEN: usize = 16 << 20;
+/// Staging buffers.
+const NUM_STAGES: usize = 3;
+/// Elements that a thread converts at a time.
+const PIECE_LEN: usize = 1 << 18;
+
+/// A 16-bit tensor on the device.
+pub(super) type Half = DeviceSlice<u16>;
+
+/// The weights of a model. Norms are as in the file: `norm_offset` is what they are short of.
+#[derive(Debug)]
+pub(super) struct Weights {
+    pub(super) embedding: Half,
+    pub(super) embedding_scale: f32,
+    pub(super) layers: Vec<LayerWeights>,
+    pub(super) final_norm: Half,
+    /// `[head_rows, hidden]`.
+    pub(super) head: Half,
+    /// Rows of embedding and head, padded to a multiple of 8.
+    pub(super) head_rows: usize,
+    pub(super) norm_offset: f32,
+    dtype: Dtype,
+}
+
+/// One layer.
+#[derive(Debug)]
+pub(super) struct LayerWeights {
+    pub(super) attention_norm: Half,
+    pub(super) qkv: Half,
+    pub(super) o: Half,
+    pub(super) qk_norms: Option<(Half, Half)>,
+    /// After attention, after feed-forward.
+    pub(super) post_norms: Option<(Half, Half)>,
+    pub(super) ffn_norm: Half,
+    pub(super) gate_up: Half,
+    pub(super) down: Half,
+}
+
+impl Weights {
+    /// The number that bits of the weights' type stand for.
+    pub(super) fn number(&self, bits: u16) -> f32 {
+        match self.dtype {
+            Dtype::Bf16 => bf16::from_bits(bits).to_f32(),
+            Dtype::F16 => f16::from_bits(bits).to_f32(),
+        }
+    }
+}
+
+fn bits(dtype: Dtype, number: f32) -> u16 {
+    match dtype {
+        Dtype::Bf16 => bf16::from_f32(number).to_bits(),
+        Dtype::F16 => f16::from_f32(number).to_bits(),
+    }
+}
+
+/// Bytes that the weights take.
+pub(super) fn bytes(config: &ModelConfig, tied: bool) -> u64 {
+    let matrices = |layer: u64| layer * config.layers.len() as u64;
+    let (hidden, dim) = (config.hidden as u64, config.head_dim as u64);
+    let heads = (config.heads + 2 * config.kv_heads) as u64 * dim;
+    let layer = heads * hidden + config.heads as u64 * dim * hidden + 3 * config.ffn as u64 * hidden;
+    // Norms are small; each is rounded up to the arena's alignment.
+    let norms = 4 * (hidden + 128) + 2 * (dim + 128);
+    let tables = if tied { 1 } else { 2 } * config.vocab_rows.next_multiple_of(8) as u64 * hidden;
+    2 * (matrices(layer + norms + 512) + tables + hidden + 1024)
+}
+
+/// What loads them.
+pub(super) struct Loader<'a, 's> {
+    pub(super) arena: &'a mut Arena,
+    pub(super) stream: &'a Stream,
+    pub(super) kernels: &'a Kernels,
+    /// `None`: random ones.
+    pub(super) source: Option<&'s mut (dyn Source + 's)>,
+    pub(super) dtype: Dtype,
+    pub(super) seed: u64,
+    stages: Vec<(Pinned<u16>, Event)>,
+    next_stage: usize,
+    num_filled: u64,
+}
+
+impl<'a, 's> Loader<'a, 's> {
+    pub(super) fn new(
+        device: &Device,
+        arena: &'a mut Arena,
+        stream: &'a Stream,
+        kernels: &'a Kernels,
+        source: Option<&'s mut (dyn Source + 's)>,
+        (dtype, seed): (Dtype, u64),
+    ) -> Result<Self, Error> {
+        let num_stages = if source.is_some() { NUM_STAGES } else { 0 };
+        let stage = || Ok((Pinned::new(device, STAGE_LEN)?, Event::new(device)?));
+        let stages =
+            (0..num_stages).map(|_| stage()).collect::<Result<Vec<_>, _>>().map_err(during("could not pin memory"))?;
+        Ok(Self { arena, stream, kernels, source, dtype, seed, stages, next_stage: 0, num_filled: 0 })
+    }
+
+    /// Takes all tensors.
+    pub(super) fn load(mut self, config: &ModelConfig, tied: bool) -> Result<Weights, Error> {
+        let (hidden, head_rows) = (config.hidden, config.vocab_rows.next_multiple_of(8));
+        let norm_offset = self.source.as_ref().map_or(0.0, |source| source.norm_offset());
+        let format = match &mut self.source {
+            Some(source) => source.take(None, Role::Embedding)?.format,
+            None => Format::BF16,
+        };
+        let embedding = self.table(Role::Embedding, config, head_rows)?;
+        let layers = (0..config.layers.len()).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
+        let final_norm = self.norm(None, Role::FinalNorm, hidden)?;
+        let head = if tied { embedding } else { self.table(Role::Head, config, head_rows)? };
+        self.stream.synchronize().map_err(during("could not copy weights to the GPU"))?;
+        Ok(Weights {
+            embedding,
+            embedding_scale: embedding_scale(config, format),
+            layers,
+            final_norm,
+            head,
+            head_rows,
+            norm_offset,
+            dtype: self.dtype,
+        })
+    }
+
+    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<LayerWeights, Error> {
+        let (hidden, ffn, dim) = (config.hidden, config.ffn, config.head_dim);
+        let (q, kv) = (config.heads * dim, config.kv_heads * dim);
+        let at = Some(layer);
+        let qk_norms = match config.architecture.qk_norm() {
+            true => Some((self.norm(at, Role::QNorm, dim)?, self.norm(at, Role::KNorm, dim)?)),
+            false => None,
+        };
+        let post_norms = match config.architecture {
+            Architecture::Gemma3 => {
+                Some((self.norm(at, Role::PostAttentionNorm, hidden)?, self.norm(at, Role::PostFfnNorm, hidden)?))
+            }
+            Architecture::Llama | Architecture::Qwen3 => None,
+        };
+        Ok(LayerWeights {
+            attention_norm: self.norm(at, Role::AttentionNorm, hidden)?,
+            qkv: self.matrices(at, &[(Role::Q, q), (Role::K, kv), (Role::V, kv)], hidden)?,
+            o: self.matrices(at, &[(Role::O, hidden)], q)?,
+            qk_norms,
+            post_norms,
+            ffn_norm: self.norm(at, Role::FfnNorm, hidden)?,
+            gate_up: self.matrices(at, &[(Role::Gate, ffn), (Role::Up, ffn)], hidden)?,
+            down: self.matrices(at, &[(Role::Down, hidden)], ffn)?,
+        })
+    }
+
+    fn take(&mut self, len: usize) -> Result<Half, Error> {
+        self.arena.take("weights", len).map_err(during("the weights do not fit"))
+    }
+
+    /// Embedding or head, with rows of zeros up to `head_rows`.
+    fn table(&mut self, role: Role, config: &ModelConfig, head_rows: usize) -> Result<Half, Error> {
+        let table = self.take(head_rows * config.hidden)?;
+        let real = config.vocab_rows * config.hidden;
+        let padding = table.slice(real, table.len() - real);
+        self.stream.fill_bytes(padding, 0).map_err(during("could not fill weights"))?;
+        self.fill(table.slice(0, real), None, role, config.vocab_rows, config.hidden)?;
+        Ok(table)
+    }
+
+    /// Matrices with `cols` columns, below each other.
+    fn matrices(&mut self, layer: Option<usize>, parts: &[(Role, usize)], cols: usize) -> Result<Half, Error> {
+        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+        let whole = self.take(rows * cols)?;
+        let mut start = 0;
+        for &(role, rows) in parts {
+            self.fill(whole.slice(start * cols, rows * cols), layer, role, rows, cols)?;
+            start += rows;
+        }
+        Ok(whole)
+    }
+
+    fn norm(&mut self, layer: Option<usize>, role: Role, size: usize) -> Result<Half, Error> {
+        let norm = self.take(size)?;
+        match &mut self.source {
+            Some(source) => {
+                let tensor = source.take(layer, role)?;
+                let wrong = if tensor.shape != [size] {
+                    let shape = tensor.shape.clone();
+                    Some(format!("has the shape {shape:?}; the configuration asks for [{size}]"))
+                } else if matches!(tensor.format, Format::Blocks(_)) {
+                    Some("is quantized, but a norm must not be".to_owned())
+                } else {
+                    None
+                };
+                if let Some(what) = wrong {
+                    let name = tensor.name.clone();
+                    return Err(source.wrong(&name, what));
+                }
+                let mut values = vec![0u16; size];
+                convert(&tensor, 0, &mut values, self.dtype);
+                self.stream.upload_now(norm, &values).map_err(during("could not copy weights to the GPU"))?;
+            }
+            None => {
+                let ones = vec![bits(self.dtype, 1.0); size];
+                self.stream.upload_now(norm, &ones).map_err(during("could not fill weights"))?;
+            }
+        }
+        Ok(norm)
+    }
+
+    fn fill(&mut self, to: Half, layer: Option<usize>, role: Role, rows: usize, cols: usize) -> Result<(), Error> {
+        let Some(source) = &mut self.source else {
+            self.num_filled += 1;
+            let seed = self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (self.num_filled << 40);
+            let std = (1.0 / cols as f32).sqrt();
+            let filled = self.kernels.fill.fill_normal(self.stream, to, to.len() as u64, seed, std);
+            return filled.map_err(during("could not fill weights"));
+        };
+        let tensor = source.take(layer, role)?;
+        if tensor.shape != [rows, cols] {
+            let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
+            let what = format!("has the shape {shape:?}; the configuration asks for [{rows}, {cols}]");
+            return Err(source.wrong(&name, what));
+        }
+        let copied = match tensor.format {
+            Format::Blocks(blocks) => {
+                let packed = Packed::from_blocks(blocks, rows, cols, tensor.bytes);
+                let dtype = self.dtype;
+                upload(self.stream, &mut self.stages, &mut self.next_stage, to, cols, |start, values| {
+                    values.par_chunks_mut(cols).enumerate().for_each_init(
+                        || vec![0.0; cols],
+                        |row, (index, values)| {
+                            packed.read_row(start / cols + index, row);
+                            values.iter_mut().zip(row.iter()).for_each(|(value, &number)| *value = bits(dtype, number));
+                        },
+                    );
+                })
+            }
+            _ => {
+                let dtype = self.dtype;
+                upload(self.stream, &mut self.stages, &mut self.next_stage, to, 1, |start, values| {
+                    values.par_chunks_mut(PIECE_LEN).enumerate().for_each(|(piece, values)| {
+                        convert(&tensor, start + piece * PIECE_LEN, values, dtype);
+                    });
+                })
+            }
+        };
+        copied.map_err(during("could not copy weights to the GPU"))
+    }
+}
+
+/// Fills `to` through the staging buffers in pieces of whole rows of `cols` elements.
+fn upload(
+    stream: &Stream,
+    stages: &mut [(Pinned<u16>, Event)],
+    next: &mut usize,
+    to: Half,
+    cols: usize,
+    fill: impl Fn(usize, &mut [u16]),
+) -> Result<(), overnight_kernels::Error> {
+    let piece_len = (STAGE_LEN / cols).max(1) * cols;
+    let mut start = 0;
+    while start < to.len() {
+        let len = piece_len.min(to.len() - start);
+        let (stage, event) = &mut stages[*next];
+        *next = (*next + 1) % NUM_STAGES;
+        event.synchronize()?;
+        fill(start, &mut stage.as_mut_slice()[..len]);
+        stream.upload(to.slice(start, len), stage, len)?;
+        event.record(stream)?;
+        start += len;
+    }
+    Ok(())
+}
+
+/// Elements from `start` of a tensor that is not quantized.
+fn convert(tensor: &RawTensor<'_>, start: usize, values: &mut [u16], dtype: Dtype) {
+    let two = |index: usize| u16::from_le_bytes([tensor.bytes[2 * index], tensor.bytes[2 * index + 1]]);
+    let each = |values: &mut [u16], read: &dyn Fn(usize) -> f32| {
+        values.iter_mut().enumerate().for_each(|(at, value)| *value = bits(dtype, read(start + at)));
+    };
+    match (tensor.format, dtype) {
+        (Format::BF16, Dtype::Bf16) | (Format::F16, Dtype::F16) => {
+            let bytes = &tensor.bytes[2 * start..2 * (start + values.len())];
+            let pairs = bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+            values.iter_mut().zip(pairs).for_each(|(value, bits)| *value = bits);
+        }
+        (Format::BF16, Dtype::F16) => each(values, &|index| bf16::from_bits(two(index)).to_f32()),
+        (Format::F16, Dtype::Bf16) => each(values, &|index| f16::from_bits(two(index)).to_f32()),
+        (Format::F32, _) => each(values, &|index| {
+            let at = 4 * index;
+            f32::from_le_bytes([tensor.bytes[at], tensor.bytes[at + 1], tensor.bytes[at + 2], tensor.bytes[at + 3]])
+        }),
+        (Format::Blocks(_), _) => unreachable!("quantized tensors are unpacked by rows"),
+    }
+}

@@ -129,6 +129,7 @@ impl Sequences {
             block_tables: &tables,
             block_table_starts: &table_starts,
             logits_tokens: &wanted,
+            feedback: &[],
         })?;
         for ((sequence, _), logits) in rows.iter().zip(logits.chunks_exact(vocab)) {
             let best = logits.iter().enumerate().fold(

@@ -77,10 +77,11 @@ fn scheduler_alone(num_waiting: u32) -> std::io::Result<()> {
         let is_full = plan.num_decode_rows == NUM_ROWS;
         let started = Instant::now();
         for row in &plan.rows {
-            scheduler.commit_computed(row.sequence);
+            scheduler.note_started(row.sequence, row.samples.then_some(row.logits_start));
             if row.samples {
                 scheduler.sequence_mut(row.sequence).push_token(1, &[]);
             }
+            scheduler.publish(row.sequence, scheduler.sequence(row.sequence).num_computed);
         }
         if is_full {
             planned.push(took);

@@ -3,9 +3,11 @@
 //! Owns the model, the scheduler and the sampler. Synchronous and deterministic: no
 //! clock, no channel, no text. [`crate::handle`] runs it on a thread.
 
+use std::collections::VecDeque;
+
 use crate::Error;
 use crate::door::Limits;
-use crate::model::{Forward, SampleSpec};
+use crate::model::{Forward, SampleSpec, StepResults};
 use crate::request::{FinishReason, Request, RequestError, RequestId};
 use crate::sampler::{NotFinite, Sampled, Sampler, Task};
 use crate::scheduler::{Scheduler, SchedulerLimits};
@@ -19,6 +21,8 @@ pub struct Engine {
     scheduler: Scheduler,
     sampler: Sampler,
     plan: StepPlan,
+    /// Steps under way, the oldest first; at most the model's depth.
+    started: VecDeque<Started>,
     num_arrived: u64,
 }
 
@@ -40,7 +44,15 @@ impl Engine {
             enable_prefix_caching,
             expected_output_min: limits.expected_output_min,
         });
-        Ok(Self { model, limits, scheduler, sampler: Sampler::default(), plan: StepPlan::default(), num_arrived: 0 })
+        Ok(Self {
+            model,
+            limits,
+            scheduler,
+            sampler: Sampler::default(),
+            plan: StepPlan::default(),
+            started: VecDeque::new(),
+            num_arrived: 0,
+        })
     }
 
     /// Takes a request, or refuses it for good.
@@ -62,47 +74,84 @@ impl Engine {
         Some(SequenceOutput { end: Some(Ok(finish)), ..SequenceOutput::new(&sequence) })
     }
 
-    /// Computes one step. An error is the device's, not a request's: the engine is of no use after it.
+    /// Starts the next step, if there is one, and brings the oldest one under way to its end
+    /// when as many are under way as the model takes, or none was started. An error is the
+    /// device's, not a request's: the engine is of no use after it.
     pub fn step(&mut self) -> Result<StepOutput, Error> {
-        self.scheduler.plan(&mut self.plan);
-        let mut output = StepOutput {
-            num_decode_rows: self.plan.num_decode_rows,
-            num_prefill_tokens: self.plan.num_tokens() - self.plan.num_decode_rows,
-            num_preempted: self.plan.num_preempted,
-            outputs: Vec::new(),
-        };
-        self.refuse_unplaceable(&mut output);
-        if self.plan.rows.is_empty() {
-            return Ok(output);
+        let mut output = StepOutput::default();
+        let has_started = self.start_step(&mut output)?;
+        if !has_started || self.started.len() >= self.model.depth() {
+            self.finish_step(&mut output)?;
         }
-        let specs = sample_specs(&self.plan, &self.scheduler);
-        let sampled = self.model.run(self.plan.input(), &specs, self.limits.vocab_size, &mut self.sampler)?;
-        self.commit(sampled, &mut output);
         Ok(output)
     }
 
-    /// Moves each row's sequence on by what the step computed and chose.
-    fn commit(&mut self, sampled: Vec<Result<Sampled, NotFinite>>, output: &mut StepOutput) {
-        let mut sampled = sampled.into_iter();
-        for index in 0..self.plan.rows.len() {
-            let row = self.plan.rows[index];
-            let results = sampled.by_ref().take(row.num_logits as usize);
-            let results: Result<Vec<Sampled>, NotFinite> = results.collect::<Vec<_>>().into_iter().collect();
-            let moved = match results {
-                Ok(results) => {
-                    self.scheduler.commit_computed(row.sequence);
-                    self.commit_row(row, results)
+    /// Plans a step and starts it. False when nothing can be computed now.
+    fn start_step(&mut self, output: &mut StepOutput) -> Result<bool, Error> {
+        self.scheduler.plan(&mut self.plan);
+        output.num_preempted = self.plan.num_preempted;
+        self.refuse_unplaceable(output);
+        if self.plan.rows.is_empty() {
+            return Ok(false);
+        }
+        let specs = sample_specs(&self.plan, &self.scheduler);
+        let results = self.model.start(self.plan.input(), &specs, self.limits.vocab_size, &mut self.sampler)?;
+        let rows = self.plan.rows.iter().map(|&row| {
+            let choice = row.samples.then(|| row.logits_start + row.num_logits - 1);
+            self.scheduler.note_started(row.sequence, choice);
+            let sequence = self.scheduler.sequence(row.sequence);
+            StartedRow { row, arrival: sequence.arrival, num_computed: sequence.num_computed }
+        });
+        self.started.push_back(Started {
+            rows: rows.collect(),
+            results,
+            num_decode_rows: self.plan.num_decode_rows,
+            num_prefill_tokens: self.plan.num_tokens() - self.plan.num_decode_rows,
+        });
+        Ok(true)
+    }
+
+    /// Moves each row's sequence on by what the oldest started step computed and chose. Rows
+    /// whose sequence has left meanwhile were computed for nothing.
+    fn finish_step(&mut self, output: &mut StepOutput) -> Result<(), Error> {
+        let Some(started) = self.started.pop_front() else { return Ok(()) };
+        let results = match started.results {
+            Some(results) => results,
+            None => self.model.collect()?,
+        };
+        output.num_decode_rows = started.num_decode_rows;
+        output.num_prefill_tokens = started.num_prefill_tokens;
+        let mut results = results.into_iter();
+        for StartedRow { row, arrival, num_computed } in started.rows {
+            let of_row: Vec<_> = results.by_ref().take(row.num_logits as usize).collect();
+            if self.scheduler.sequence_of(row.sequence, arrival).is_none() {
+                continue;
+            }
+            let moved = match of_row.into_iter().collect() {
+                Ok(of_row) => {
+                    let moved = self.commit_row(row, num_computed, of_row);
+                    self.scheduler.publish(row.sequence, num_computed);
+                    self.remove_ended(row, moved)
                 }
-                Err(NotFinite) => self.fail_row(row),
+                Err(NotFinite) => self.fail_row(row, num_computed),
             };
             output.outputs.extend(moved);
         }
+        Ok(())
+    }
+
+    fn remove_ended(&mut self, row: PlanRow, moved: Option<SequenceOutput>) -> Option<SequenceOutput> {
+        if moved.as_ref().is_some_and(|moved| moved.end.is_some()) {
+            self.scheduler.remove(row.sequence);
+        }
+        moved
     }
 
     /// `results` has one entry per logits row: scored prompt tokens, then the chosen token when there is one.
-    fn commit_row(&mut self, row: PlanRow, mut results: Vec<Sampled>) -> Option<SequenceOutput> {
+    fn commit_row(&mut self, row: PlanRow, num_computed: u32, mut results: Vec<Sampled>) -> Option<SequenceOutput> {
         let chosen = if row.samples { results.pop() } else { None };
         let sequence = self.scheduler.sequence_mut(row.sequence);
+        let is_whole = num_computed == sequence.num_tokens();
         if sequence.misses_prompt_logprobs() {
             if sequence.prompt_logprobs.is_empty() {
                 sequence.prompt_logprobs.push(None);
@@ -114,25 +163,21 @@ impl Engine {
             moved.token = Some(chosen.token);
             moved.logprobs = chosen.logprobs;
             moved.end = sequence.push_token(chosen.token, &self.limits.eos_token_ids).map(Ok);
-        } else if sequence.max_tokens == 0 && sequence.num_uncomputed() == 0 {
+        } else if sequence.max_tokens == 0 && is_whole {
             moved.end = Some(Ok(sequence.finish(FinishReason::Length, None)));
         } else {
             return None;
         }
-        if sequence.num_output_tokens() <= 1 && sequence.num_prompt_logprobs.is_some() {
+        if sequence.num_known_output_tokens() <= 1 && sequence.num_prompt_logprobs.is_some() {
             moved.prompt_logprobs = Some(sequence.prompt_logprobs.clone());
-        }
-        if moved.end.is_some() {
-            self.scheduler.remove(row.sequence);
         }
         Some(moved)
     }
 
     /// Ends a sequence whose logits are of no use. What the step computed of it is not
     /// offered to the prefix cache: another try must not find it again.
-    fn fail_row(&mut self, row: PlanRow) -> Option<SequenceOutput> {
+    fn fail_row(&mut self, row: PlanRow, num_tokens: u32) -> Option<SequenceOutput> {
         let sequence = self.scheduler.remove(row.sequence);
-        let num_tokens = sequence.num_computed + row.num_tokens;
         let mut message = format!("{NotFinite} after {num_tokens} tokens of this sequence");
         if let Some(layer) = self.model.first_bad_layer() {
             message.push_str(&format!("; layer {layer} was the first of the step to give others"));
@@ -162,8 +207,24 @@ impl Engine {
 
     /// Whether nothing runs or waits.
     pub fn is_idle(&self) -> bool {
-        self.scheduler.num_running() == 0 && self.scheduler.num_waiting() == 0
+        self.scheduler.num_running() == 0 && self.scheduler.num_waiting() == 0 && self.started.is_empty()
     }
+}
+
+/// A step that was started: its rows, and its results where they are there already.
+struct Started {
+    rows: Vec<StartedRow>,
+    results: Option<StepResults>,
+    num_decode_rows: u32,
+    num_prefill_tokens: u32,
+}
+
+struct StartedRow {
+    row: PlanRow,
+    /// Whose: `row.sequence` may be another's by the end.
+    arrival: u64,
+    /// Tokens of the sequence in the cache after the step.
+    num_computed: u32,
 }
 
 /// What is wanted of each row of logits, in order.
@@ -172,7 +233,8 @@ fn sample_specs<'a>(plan: &StepPlan, scheduler: &'a Scheduler) -> Vec<SampleSpec
     for row in &plan.rows {
         let sequence = scheduler.sequence(row.sequence);
         let num_scored = row.num_logits - u32::from(row.samples);
-        let first_scored = sequence.prompt_logprobs.len().max(1);
+        // The first of these positions that wants logits, plus one: a logits row scores the next token.
+        let first_scored = (sequence.num_computed as usize + 1).max(sequence.prompt_logprobs.len());
         for at in 0..num_scored as usize {
             let task = Task::Score(sequence.tokens[first_scored + at]);
             specs.push(SampleSpec { task, num_logprobs: sequence.num_prompt_logprobs });

@@ -543,6 +543,10 @@ impl EngineThread {
         let now = Instant::now();
         let mut status = lock(&self.shared.status);
         status.last_progress = now;
+        // A step that was only started has nothing to tell yet.
+        if step.num_decode_rows + step.num_prefill_tokens == 0 {
+            return;
+        }
         status.num_steps += 1;
         status.prompt_tokens += u64::from(step.num_prefill_tokens);
         let num_chosen = step.outputs.iter().filter(|output| output.token.is_some()).count() as u64;

@@ -23,8 +23,12 @@ pub struct Sequence {
     pub class: Class,
     /// Place in the order of arrival, unique.
     pub arrival: u64,
-    /// Prompt, then output.
+    /// Prompt, then output as far as it is known.
     pub tokens: Vec<u32>,
+    /// Tokens after `tokens` that started steps choose.
+    pub num_pending: u32,
+    /// The row of logits that chooses the last of them, in the step started last.
+    pub last_choice: u32,
     /// Of `tokens`, the prompt.
     pub num_prompt_tokens: u32,
     /// Of `tokens`, those whose K and V are in the cache.
@@ -82,6 +86,8 @@ impl Sequence {
             penalties: Penalties::new(&request.sampling, &request.prompt),
             is_watched: request.stream || !request.stop.stop.is_empty(),
             tokens: request.prompt,
+            num_pending: 0,
+            last_choice: 0,
             sampling: request.sampling,
             stop: request.stop,
             num_logprobs: request.logprobs,
@@ -94,9 +100,9 @@ impl Sequence {
         }
     }
 
-    /// Prompt and output tokens.
+    /// Prompt and output tokens, pending ones included.
     pub fn num_tokens(&self) -> u32 {
-        u32::try_from(self.tokens.len()).expect("bounded by max_model_len")
+        u32::try_from(self.tokens.len()).expect("bounded by max_model_len") + self.num_pending
     }
 
     /// Output tokens so far; also the position that the next choice has for the generator.
@@ -104,9 +110,21 @@ impl Sequence {
         self.num_tokens() - self.num_prompt_tokens
     }
 
+    /// Output tokens whose ids are known.
+    pub fn num_known_output_tokens(&self) -> u32 {
+        self.num_output_tokens() - self.num_pending
+    }
+
     /// Tokens still to be computed before the next one can be chosen.
     pub fn num_uncomputed(&self) -> u32 {
         self.num_tokens() - self.num_computed
+    }
+
+    /// Tokens that a step may compute now: none while the next choice needs a token that is not
+    /// known yet, or when a pending one is the last.
+    pub fn num_computable(&self) -> u32 {
+        let waits = self.num_pending > 0 && (self.penalties.is_some() || self.num_output_tokens() >= self.max_tokens);
+        if waits { 0 } else { self.num_uncomputed() }
     }
 
     /// Whether the scheduled tokens reach the end, so that a token is chosen after the step.
@@ -135,9 +153,10 @@ impl Sequence {
         }
     }
 
-    /// Appends a chosen token and says whether the sequence ends with it. An end of
+    /// Appends a chosen token, the first pending one if there is one, and says whether the sequence ends with it. An end of
     /// sequence or stop token is appended too, and counted.
     pub fn push_token(&mut self, token: u32, eos_token_ids: &[u32]) -> Option<Finish> {
+        self.num_pending = self.num_pending.saturating_sub(1);
         self.tokens.push(token);
         if let Some(penalties) = &mut self.penalties {
             penalties.count(token);
@@ -148,17 +167,17 @@ impl Sequence {
         if !self.stop.ignore_eos && eos_token_ids.contains(&token) {
             return Some(self.finish(FinishReason::Stop, None));
         }
-        (self.num_output_tokens() >= self.max_tokens).then(|| self.finish(FinishReason::Length, None))
+        (self.num_known_output_tokens() >= self.max_tokens).then(|| self.finish(FinishReason::Length, None))
     }
 
-    /// The end, with the counts so far.
+    /// The end, with the counts so far; pending tokens do not count.
     pub fn finish(&self, reason: FinishReason, stop_reason: Option<StopReason>) -> Finish {
         Finish {
             reason,
             stop_reason,
             num_prompt_tokens: self.num_prompt_tokens,
             num_cached_tokens: self.num_cached_tokens.unwrap_or(0),
-            num_output_tokens: self.num_output_tokens(),
+            num_output_tokens: self.num_known_output_tokens(),
         }
     }
 }

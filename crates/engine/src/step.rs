@@ -1,6 +1,6 @@
 //! One step: what the scheduler plans, as packed arrays, and what comes back.
 
-use crate::model::{BlockId, StepInput};
+use crate::model::{BlockId, Feedback, StepInput};
 use crate::request::{Finish, RequestError, RequestId, TokenLogprobs};
 use crate::sequence::{Sequence, SequenceId};
 
@@ -38,6 +38,7 @@ pub struct StepPlan {
     block_tables: Vec<BlockId>,
     block_table_starts: Vec<u32>,
     logits_tokens: Vec<u32>,
+    feedback: Vec<Feedback>,
 }
 
 impl StepPlan {
@@ -47,6 +48,7 @@ impl StepPlan {
         self.num_decode_rows = 0;
         self.num_preempted = 0;
         self.unplaceable.clear();
+        self.feedback.clear();
         for array in [
             &mut self.token_ids,
             &mut self.positions,
@@ -74,7 +76,12 @@ impl StepPlan {
             if sequence.wants_prompt_logits(position) || (samples && position + 1 == context_len) {
                 self.logits_tokens.push(first_token + position - sequence.num_computed);
             }
-            self.token_ids.push(sequence.tokens[position as usize]);
+            let token = sequence.tokens.get(position as usize).copied().unwrap_or_else(|| {
+                assert_eq!(sequence.num_pending, 1, "the one token that is not known is the last step's choice");
+                self.feedback.push(Feedback { token: len(&self.token_ids), choice: sequence.last_choice });
+                0
+            });
+            self.token_ids.push(token);
             self.positions.push(position);
             self.slot_mapping.push(block * block_size + position % block_size);
         }
@@ -107,6 +114,7 @@ impl StepPlan {
             block_tables: &self.block_tables,
             block_table_starts: &self.block_table_starts,
             logits_tokens: &self.logits_tokens,
+            feedback: &self.feedback,
         }
     }
 }

@@ -83,6 +83,7 @@ impl Bench {
                 block_tables: &tables,
                 block_table_starts: &table_starts,
                 logits_tokens: &wanted,
+                feedback: &[],
             })
             .expect("a step in order");
         let mut rest = logits.chunks_exact(vocab).map(<[f32]>::to_vec);
@@ -315,6 +316,7 @@ fn malformed_step_is_refused() {
         block_tables: &[0],
         block_table_starts: &[0, 1],
         logits_tokens: &[1],
+        feedback: &[],
     };
     assert_eq!(bench.model.forward(good).expect("in order").len(), VOCAB_ROWS);
     let bad = [

@@ -49,7 +49,22 @@ pub struct StepInput<'a> {
     pub block_table_starts: &'a [u32],
     /// Tokens (indices into `token_ids`) whose logits are wanted, rising.
     pub logits_tokens: &'a [u32],
+    /// Tokens that the step started before this one chooses; their `token_ids` hold 0.
+    /// Empty where a step is collected before the next is started.
+    pub feedback: &'a [Feedback],
 }
+
+/// A token of a step that is the choice of the step before it, not collected yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Feedback {
+    /// Index into `token_ids`.
+    pub token: u32,
+    /// Row of logits of the step before, whose choice it is.
+    pub choice: u32,
+}
+
+/// A result per row of logits: the token chosen or scored.
+pub type StepResults = Vec<Result<Sampled, NotFinite>>;
 
 /// What to do with one row of logits.
 #[derive(Debug, Clone, Copy)]
@@ -93,7 +108,7 @@ pub trait Forward: Send {
         specs: &[SampleSpec<'_>],
         vocab_size: u32,
         sampler: &mut Sampler,
-    ) -> Result<Vec<Result<Sampled, NotFinite>>, Error> {
+    ) -> Result<StepResults, Error> {
         let (width, num_rows) = (self.shape().vocab_size as usize, step.logits_tokens.len());
         let logits = self.forward(step)?;
         if logits.len() != num_rows * width || specs.len() != num_rows {
@@ -112,6 +127,29 @@ pub trait Forward: Send {
             })
             .collect();
         Ok(sampler.sample(&rows))
+    }
+
+    /// Steps that may be started before the first of them is collected: 1 or 2.
+    fn depth(&self) -> usize {
+        1
+    }
+
+    /// Starts a step, as [`Forward::run`] computes it. Gives the results where they are there
+    /// already; `None` where [`Forward::collect`] gives them. Work is done in the order of
+    /// starting: a step reads what the one before wrote, also its choices (`feedback`).
+    fn start(
+        &mut self,
+        step: StepInput<'_>,
+        specs: &[SampleSpec<'_>],
+        vocab_size: u32,
+        sampler: &mut Sampler,
+    ) -> Result<Option<StepResults>, Error> {
+        self.run(step, specs, vocab_size, sampler).map(Some)
+    }
+
+    /// Waits for the oldest step that was started and not collected.
+    fn collect(&mut self) -> Result<StepResults, Error> {
+        Err(Error::Stopped("no step was started".to_owned()))
     }
 
     /// What the device sets where the operator has not.

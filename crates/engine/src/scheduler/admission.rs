@@ -74,6 +74,10 @@ impl Scheduler {
             if !has_row && displaceable.is_none() {
                 return;
             }
+            // Preempted while a step that chooses its next token is under way: that comes first.
+            if self.sequence(id).num_pending > 0 {
+                return;
+            }
             if self.is_kept_back(key) {
                 num_kept_back += 1;
                 if num_kept_back == KEPT_BACK_MAX {

@@ -136,6 +136,11 @@ impl Scheduler {
         self.by_id.get(&id).copied()
     }
 
+    /// The state of the sequence of this arrival, if it is still kept at `id`.
+    pub fn sequence_of(&mut self, id: SequenceId, arrival: u64) -> Option<&mut Sequence> {
+        self.slots[id.0 as usize].as_mut().filter(|sequence| sequence.arrival == arrival)
+    }
+
     /// The state of a sequence that is here.
     pub fn sequence(&self, id: SequenceId) -> &Sequence {
         self.slots[id.0 as usize].as_ref().expect("the sequence is waiting or running")
@@ -169,7 +174,7 @@ impl Scheduler {
         for &(_, _, id) in &self.running {
             let sequence = self.slots[id.0 as usize].as_mut().expect("running");
             sequence.num_scheduled = 0;
-            num_decode += u32::from(sequence.num_uncomputed() == 1);
+            num_decode += u32::from(sequence.num_computable() == 1);
         }
         let mut budget =
             Budget { tokens: self.limits.max_num_batched_tokens - num_decode, prompt_logits: PROMPT_LOGITS_MAX };
@@ -187,7 +192,7 @@ impl Scheduler {
         while at < self.running.len() {
             let id = self.running[at].2;
             let sequence = self.sequence(id);
-            let wanted = sequence.num_uncomputed();
+            let wanted = sequence.num_computable();
             let chunk = if wanted == 1 { 1 } else { budget.chunk(sequence, wanted) };
             if chunk > 0 && !self.grow(at, chunk) {
                 break;
@@ -269,14 +274,25 @@ impl Scheduler {
         }
     }
 
-    /// Marks the scheduled tokens of a sequence as computed and offers its full blocks to the prefix cache.
-    pub fn commit_computed(&mut self, id: SequenceId) {
-        let block_size = self.limits.block_size;
+    /// Marks the scheduled tokens of a sequence as computed by a step that was started.
+    /// `choice` is the row of its logits that gives the sequence's next token.
+    pub fn note_started(&mut self, id: SequenceId, choice: Option<u32>) {
         let sequence = self.slots[id.0 as usize].as_mut().expect("running");
         sequence.num_computed += sequence.num_scheduled;
         sequence.num_scheduled = 0;
-        let num_full = sequence.num_computed / block_size;
-        if !self.limits.enable_prefix_caching || sequence.num_published >= num_full {
+        if let Some(choice) = choice {
+            sequence.num_pending += 1;
+            sequence.last_choice = choice;
+        }
+    }
+
+    /// Offers the full blocks among the first `num_computed` tokens of a sequence to the prefix
+    /// cache. A sequence that was preempted meanwhile holds none.
+    pub fn publish(&mut self, id: SequenceId, num_computed: u32) {
+        let block_size = self.limits.block_size;
+        let sequence = self.slots[id.0 as usize].as_mut().expect("running or waiting");
+        let num_full = num_computed.min(known(sequence)) / block_size;
+        if !self.limits.enable_prefix_caching || sequence.blocks.is_empty() || sequence.num_published >= num_full {
             return;
         }
         sequence.extend_hashes(block_size);
@@ -336,4 +352,9 @@ impl Scheduler {
 
 fn num_held(sequence: &Sequence) -> u32 {
     u32::try_from(sequence.blocks.len()).expect("at most the pool")
+}
+
+/// Tokens whose ids are known.
+fn known(sequence: &Sequence) -> u32 {
+    u32::try_from(sequence.tokens.len()).expect("bounded by max_model_len")
 }

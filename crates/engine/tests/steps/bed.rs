@@ -8,6 +8,7 @@ use overnight_engine::request::Class;
 use overnight_engine::step::SequenceOutput;
 use overnight_engine::{Engine, EngineConfig, Finish, Request, RequestError, RequestId, SamplingParams, StopRules};
 
+use crate::ahead::Ahead;
 use crate::toy::{Toy, VOCAB};
 
 pub(crate) const BLOCK_SIZE: u32 = 8;
@@ -24,6 +25,8 @@ pub(crate) struct Bed {
     pub(crate) max_model_len: u32,
     /// Room kept for outputs at admission; small values make preemptions.
     pub(crate) expected_output_min: u32,
+    /// A step is started before the one before it is collected.
+    pub(crate) is_ahead: bool,
 }
 
 impl Default for Bed {
@@ -35,6 +38,7 @@ impl Default for Bed {
             caching: true,
             max_model_len: 512,
             expected_output_min: 256,
+            is_ahead: false,
         }
     }
 }
@@ -59,7 +63,8 @@ impl Bed {
     pub(crate) fn engine_over(&self, toy: Toy) -> Engine {
         let mut limits = Limits::resolve(toy.shape(), &self.config(), Some(VOCAB), None).expect("good settings");
         limits.expected_output_min = self.expected_output_min;
-        Engine::new(Box::new(toy), limits, self.caching).expect("the toy starts")
+        let model: Box<dyn Forward> = if self.is_ahead { Box::new(Ahead::new(toy)) } else { Box::new(toy) };
+        Engine::new(model, limits, self.caching).expect("the toy starts")
     }
 }
 

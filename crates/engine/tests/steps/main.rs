@@ -1,5 +1,6 @@
 //! The engine over a toy model: scheduling, KV blocks, sampling, door, handle.
 
+mod ahead;
 mod bed;
 mod door;
 mod handle;

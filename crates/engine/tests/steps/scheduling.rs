@@ -244,14 +244,15 @@ struct Trace {
 }
 
 fn traces() -> impl Strategy<Value = Trace> {
-    let bed = (2u32..24, 1u32..10, 0u32..40, any::<bool>(), prop_oneof![Just(1), Just(256)]);
-    let bed = bed.prop_map(|(num_blocks, seqs, tokens, caching, expected_output_min)| Bed {
+    let bed = (2u32..24, 1u32..10, 0u32..40, any::<bool>(), prop_oneof![Just(1), Just(256)], any::<bool>());
+    let bed = bed.prop_map(|(num_blocks, seqs, tokens, caching, expected_output_min, is_ahead)| Bed {
         num_blocks,
         max_num_seqs: seqs,
         max_num_batched_tokens: seqs + tokens,
         caching,
         max_model_len: 300,
         expected_output_min,
+        is_ahead,
     });
     // Few salts, so that prompts share prefixes.
     let request = (0u64..3, 1u32..60, 1u32..40, any::<bool>(), prop::option::of(0u64..4), 0u32..40);
@@ -264,7 +265,8 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     /// Random traces: blocks are conserved (checked in every step), every request ends or
-    /// is refused, and its tokens are those of decoding it alone, cancelled ones a prefix of them.
+    /// is refused, and its tokens are those of decoding it alone, cancelled ones a prefix of them,
+    /// whether or not the engine is a step ahead.
     #[test]
     fn any_order_pool_and_chunking_gives_the_tokens_of_decoding_alone(trace in traces()) {
         let mut requests: Vec<(Request, u32)> = trace.requests.iter().map(|&(salt, len, max, online, seed, at)| {

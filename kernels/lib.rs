@@ -36,6 +36,7 @@ pub mod sources;
 pub mod stream;
 #[cfg(test)]
 mod testing;
+pub mod token_feedback;
 mod vectors;
 
 pub use compile::{Arch, Dtype, Program};

@@ -48,4 +48,5 @@ pub const SOURCES: &[&Source] = &[
     &crate::rope::SOURCE,
     &crate::sampling::FILTER_SOURCE,
     &crate::sampling::SOURCE,
+    &crate::token_feedback::SOURCE,
 ];

@@ -44,6 +44,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             block_tables: &table[..used as usize],
             block_table_starts: &[0, used],
             logits_tokens: &(0..piece.len() as u32).collect::<Vec<_>>(),
+            feedback: &[],
         })?;
         for logit in logits {
             file.write_all(&logit.to_le_bytes())?;

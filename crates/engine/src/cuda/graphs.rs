@@ -71,6 +71,7 @@ impl CudaModel {
         let num_rows = step.context_lens.len() as u32;
         let rows = self.graphs.bucket(num_rows).expect("the caller has looked");
         let view = self.packing.pack(&self.stream, step, layout(rows), &[], dummy_block)?;
+        self.feed_tokens(&view, step)?;
         self.graphs.by_rows[&rows].launch(&self.stream).map_err(during("could not replay a decode graph"))?;
         Ok(StepView { has_logits: true, ..view })
     }

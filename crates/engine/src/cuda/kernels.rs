@@ -9,6 +9,7 @@ use overnight_kernels::fill::Fill;
 use overnight_kernels::rms_norm::RmsNorm;
 use overnight_kernels::rope::QkNormRopeKvWrite;
 use overnight_kernels::sampling::Sampling;
+use overnight_kernels::token_feedback::TokenFeedback;
 use overnight_kernels::{Device, Error, Modules};
 
 use crate::cuda::buffers::heads;
@@ -26,6 +27,7 @@ pub(super) struct Kernels {
     pub(super) rms_norm: RmsNorm,
     pub(super) rope: QkNormRopeKvWrite,
     pub(super) sampling: Sampling,
+    pub(super) token_feedback: TokenFeedback,
 }
 
 impl Kernels {
@@ -41,6 +43,7 @@ impl Kernels {
             rms_norm: RmsNorm::load(modules)?,
             rope: QkNormRopeKvWrite::load(modules, dim)?,
             sampling: Sampling::load(modules)?,
+            token_feedback: TokenFeedback::load(modules)?,
         })
     }
 }

@@ -45,9 +45,18 @@ impl CudaModel {
         let view = self.packing.pack(&self.stream, step, layout, &tiles, num_blocks);
         self.tiles = tiles;
         let view = view?;
+        self.feed_tokens(&view, step)?;
         let splits = decode_splits(&step.context_lens[..num_decode as usize], chunk);
         self.layers(&view, &splits).map_err(during("could not compute a step"))?;
         Ok(view)
+    }
+
+    /// Puts tokens that the step before has chosen where this one takes them from.
+    pub(super) fn feed_tokens(&self, view: &StepView, step: &StepInput<'_>) -> Result<(), Error> {
+        let (feedback, choices) = (&self.kernels.token_feedback, self.sampling.choices());
+        let num = step.feedback.len() as u32;
+        let fed = feedback.feed(&self.stream, view.token_ids, view.feedback, choices, num);
+        fed.map_err(during("could not feed tokens back"))
     }
 
     /// Embedding and all layers. `splits`: runs of decode rows, (first, count), that attention

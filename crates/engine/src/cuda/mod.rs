@@ -20,7 +20,7 @@ mod weights;
 
 use overnight_kernels::gemm::Gemm;
 use overnight_kernels::paged::PagedCache;
-use overnight_kernels::{Arena, Device, Event, Stream};
+use overnight_kernels::{Arena, Device, Stream};
 
 pub use overnight_kernels::cache::Cache as KernelCache;
 pub use overnight_kernels::compile::SourceFolder;
@@ -30,8 +30,8 @@ pub use overnight_kernels::module::BuildOptions;
 
 use crate::Error;
 use crate::model::config::ModelConfig;
-use crate::model::{DeviceDefaults, Forward, ModelShape, SampleSpec, StepInput};
-use crate::sampler::{NotFinite, Sampled, Sampler};
+use crate::model::{DeviceDefaults, Forward, ModelShape, SampleSpec, StepInput, StepResults};
+use crate::sampler::Sampler;
 use buffers::Buffers;
 use graphs::Graphs;
 use kernels::Kernels;
@@ -97,8 +97,6 @@ pub struct CudaModel {
     logits: Vec<f32>,
     tiles: Vec<[u32; 2]>,
     stream: Stream,
-    /// Stands for the end of the last step's work.
-    done: Event,
     arena: Arena,
     dtype: overnight_kernels::Dtype,
     /// Where timed products are kept.
@@ -185,7 +183,7 @@ impl Forward for CudaModel {
         specs: &[SampleSpec<'_>],
         vocab_size: u32,
         _: &mut Sampler,
-    ) -> Result<Vec<Result<Sampled, NotFinite>>, Error> {
+    ) -> Result<StepResults, Error> {
         if specs.len() != step.logits_tokens.len() {
             let what = format!("{} rows of logits and {} choices", step.logits_tokens.len(), specs.len());
             return Err(Error::Step(what));
@@ -193,6 +191,33 @@ impl Forward for CudaModel {
         self.device.bind().map_err(during("could not compute a step"))?;
         let view = self.compute(&step)?;
         self.sample(&view, specs, vocab_size).map_err(during("could not choose tokens"))
+    }
+
+    fn depth(&self) -> usize {
+        2
+    }
+
+    fn start(
+        &mut self,
+        step: StepInput<'_>,
+        specs: &[SampleSpec<'_>],
+        vocab_size: u32,
+        sampler: &mut Sampler,
+    ) -> Result<Option<StepResults>, Error> {
+        // More rows than one chunk of logits are chosen for piece by piece, which waits.
+        if specs.len() != step.logits_tokens.len() || !self.is_one_chunk(specs) {
+            return self.run(step, specs, vocab_size, sampler).map(Some);
+        }
+        self.device.bind().map_err(during("could not compute a step"))?;
+        let view = self.compute(&step)?;
+        self.launch_choices(&view, specs, 0, vocab_size).map_err(during("could not choose tokens"))?;
+        Ok(None)
+    }
+
+    fn collect(&mut self) -> Result<StepResults, Error> {
+        self.device.bind().map_err(during("could not finish a step"))?;
+        let results = self.collect_choices().map_err(during("could not finish a step"))?;
+        results.ok_or_else(|| Error::Step("no step was started".to_owned()))
     }
 }
 

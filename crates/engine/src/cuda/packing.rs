@@ -33,6 +33,8 @@ pub(super) struct StepView {
     pub(super) tiles: DeviceSlice<u32>,
     pub(super) logits_tokens: DeviceSlice<u32>,
     pub(super) table_starts: DeviceSlice<u32>,
+    /// `[num_rows, 2]`, as many as the step has tokens that the one before chooses.
+    pub(super) feedback: DeviceSlice<u32>,
     /// Up to the end of the memory: a graph does not know how many there are.
     pub(super) blocks: DeviceSlice<u32>,
     /// The logits of all rows are computed already.
@@ -40,11 +42,11 @@ pub(super) struct StepView {
 }
 
 /// First words of the arrays, in the order of [`StepView`]; the last is that of the blocks.
-fn starts(layout: &Layout) -> [usize; 9] {
+fn starts(layout: &Layout) -> [usize; 10] {
     let [tokens, rows, tiles, logits] =
         [layout.num_tokens, layout.num_rows, layout.num_tiles, layout.num_logits].map(|num| num as usize);
-    let lens = [tokens, tokens, tokens, rows, rows + 1, 2 * tiles, logits, rows + 1];
-    let mut starts = [0; 9];
+    let lens = [tokens, tokens, tokens, rows, rows + 1, 2 * tiles, logits, rows + 1, 2 * rows];
+    let mut starts = [0; 10];
     for (index, len) in lens.into_iter().enumerate() {
         starts[index + 1] = (starts[index] + len).next_multiple_of(WORDS);
     }
@@ -69,7 +71,7 @@ impl Packing {
         let (tokens, rows) = (limits.num_tokens as usize, limits.num_rows as usize);
         let blocks = rows * limits.blocks_per_row as usize;
         // Tiles are at most one a token.
-        let words = 6 * tokens + 3 * (rows + 1) + blocks + 9 * WORDS;
+        let words = 6 * tokens + 5 * (rows + 1) + blocks + 10 * WORDS;
         Ok(Self {
             host: Pinned::new(device, words)?,
             device: arena.take("step arrays", words)?,
@@ -93,7 +95,8 @@ impl Packing {
             tiles: part(5, 2 * tiles),
             logits_tokens: part(6, logits),
             table_starts: part(7, rows + 1),
-            blocks: part(8, self.device.len() - at[8]),
+            feedback: part(8, 2 * rows),
+            blocks: part(9, self.device.len() - at[9]),
             has_logits: false,
         }
     }
@@ -111,7 +114,7 @@ impl Packing {
         self.copied.synchronize().map_err(during("could not copy a step"))?;
         let at = starts(&layout);
         let num_blocks = step.block_tables.len() + (layout.num_rows as usize - step.context_lens.len());
-        let words = at[8] + num_blocks;
+        let words = at[9] + num_blocks;
         if words > self.host.len() {
             return Err(Error::Step(format!("a step of {words} words; memory for {} was set aside", self.host.len())));
         }
@@ -135,8 +138,11 @@ impl Packing {
         put(5, 2 * layout.num_tiles as usize, tiles.as_flattened(), 0, 0);
         put(6, logits, step.logits_tokens, num_tokens, 1);
         put(7, rows + 1, step.block_table_starts, step.block_tables.len() as u32 + 1, 1);
-        put(8, num_blocks, step.block_tables, dummy_block, 0);
-        debug_assert!(num_rows <= rows, "the layout holds the step");
+        put(9, num_blocks, step.block_tables, dummy_block, 0);
+        for (pair, feedback) in host[at[8]..at[9]].chunks_exact_mut(2).zip(step.feedback) {
+            pair.copy_from_slice(&[feedback.token, feedback.choice]);
+        }
+        debug_assert!(num_rows <= rows && step.feedback.len() <= rows, "the layout holds the step");
         stream.upload(self.device, &self.host, words).map_err(during("could not copy a step"))?;
         self.copied.record(stream).map_err(during("could not copy a step"))?;
         Ok(self.view(layout))
@@ -156,7 +162,7 @@ mod tests {
     fn arrays_follow_each_other_without_overlap_and_from_counts_alone() {
         let layout = Layout { num_tokens: 5, num_rows: 3, num_decode: 1, num_tiles: 2, num_logits: 3 };
         let at = starts(&layout);
-        for (index, len) in [5, 5, 5, 3, 4, 4, 3, 4].into_iter().enumerate() {
+        for (index, len) in [5, 5, 5, 3, 4, 4, 3, 4, 6].into_iter().enumerate() {
             assert!(at[index] + len <= at[index + 1], "array {index} of {at:?}");
             assert!(at[index].is_multiple_of(WORDS));
         }
@@ -173,6 +179,7 @@ mod tests {
             block_tables: &[],
             block_table_starts: &[],
             logits_tokens: &[],
+            feedback: &[],
         };
         assert_eq!(num_decode_rows(&step(&[0])), 0);
         assert_eq!(num_decode_rows(&step(&[0, 1, 2, 7, 8])), 2);

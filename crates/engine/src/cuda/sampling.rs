@@ -1,12 +1,14 @@
 //! Choosing and scoring tokens on the device: what goes there for a row, and what comes back.
 
+use std::collections::VecDeque;
+
 use overnight_kernels::memory::Pinned;
 use overnight_kernels::sampling::{self, Adjustment, SampleParams};
 use overnight_kernels::{Arena, Device, DeviceSlice, Error as DeviceError, Event};
 
 use crate::cuda::packing::StepView;
 use crate::cuda::{CudaModel, StepLimits};
-use crate::model::SampleSpec;
+use crate::model::{SampleSpec, StepResults};
 use crate::request::{TokenLogprob, TokenLogprobs};
 use crate::sampler::{NotFinite, Sampled, Task};
 
@@ -15,20 +17,36 @@ const ADJUSTMENTS_MAX: usize = 2 << 20;
 /// Likeliest ids that the device reports.
 pub(super) const TOP_MAX: u32 = sampling::TOP_MAX;
 
-/// Buffers of one chunk of rows.
+/// Buffers of choosing. A step's choices stay on the device until the next but one step's.
 #[derive(Debug)]
 pub(super) struct Sampling {
-    host_params: Pinned<SampleParams>,
-    host_adjustments: Pinned<Adjustment>,
     params: DeviceSlice<SampleParams>,
     adjustments: DeviceSlice<Adjustment>,
     workspace: DeviceSlice<u8>,
+    /// Tokens and states of all rows of a step; log probabilities of one chunk of them.
     outputs: sampling::Outputs,
+    /// Two steps may be under way, and a side of the host that the device reads or writes is
+    /// nobody else's.
+    sides: [HostSide; 2],
+    /// The side that the next chunk of rows takes.
+    next: usize,
+    /// Sides of chunks that were launched and not collected, the oldest first.
+    launched: VecDeque<usize>,
+}
+
+/// What the host keeps of one chunk of rows.
+#[derive(Debug)]
+struct HostSide {
+    params: Pinned<SampleParams>,
+    adjustments: Pinned<Adjustment>,
     tokens: Pinned<u32>,
     status: Pinned<u32>,
     logprobs: LogprobBuffers,
+    /// Per row, the likeliest tokens asked for.
+    num_logprobs: Vec<Option<u32>>,
     scratch: Vec<Adjustment>,
-    copied: Event,
+    /// Stands for the end of the chunk's work.
+    done: Event,
 }
 
 #[derive(Debug)]
@@ -46,24 +64,40 @@ impl Sampling {
         limits: &StepLimits,
         vocab: u32,
     ) -> Result<Self, DeviceError> {
-        let rows = limits.logits_rows as usize;
+        let (rows, all_rows) = (limits.logits_rows as usize, limits.num_tokens as usize);
         let top = rows * TOP_MAX as usize;
         let mut take = |len: usize| arena.take::<u32>("sampling", len);
         let outputs = sampling::Outputs {
-            tokens: take(rows)?,
-            status: take(rows)?,
+            tokens: take(all_rows)?,
+            status: take(all_rows)?,
             chosen_logprobs: take(rows)?.cast(),
             chosen_ranks: take(rows)?,
             top_ids: take(top)?,
             top_logprobs: take(top)?.cast(),
         };
         Ok(Self {
-            host_params: Pinned::new(device, rows)?,
-            host_adjustments: Pinned::new(device, ADJUSTMENTS_MAX)?,
             params: arena.take("sampling", rows)?,
             adjustments: arena.take("sampling", ADJUSTMENTS_MAX)?,
             workspace: arena.take("sampling", sampling::workspace_bytes(limits.logits_rows, vocab) as usize)?,
             outputs,
+            sides: [HostSide::new(device, rows)?, HostSide::new(device, rows)?],
+            next: 0,
+            launched: VecDeque::new(),
+        })
+    }
+
+    /// What the step started last chooses, by row of logits.
+    pub(super) fn choices(&self) -> DeviceSlice<u32> {
+        self.outputs.tokens
+    }
+}
+
+impl HostSide {
+    fn new(device: &Device, rows: usize) -> Result<Self, DeviceError> {
+        let top = rows * TOP_MAX as usize;
+        Ok(Self {
+            params: Pinned::new(device, rows)?,
+            adjustments: Pinned::new(device, ADJUSTMENTS_MAX)?,
             tokens: Pinned::new(device, rows)?,
             status: Pinned::new(device, rows)?,
             logprobs: LogprobBuffers {
@@ -72,14 +106,15 @@ impl Sampling {
                 top_ids: Pinned::new(device, top)?,
                 top: Pinned::new(device, top)?,
             },
+            num_logprobs: Vec::new(),
             scratch: Vec::new(),
-            copied: Event::new(device)?,
+            done: Event::new(device)?,
         })
     }
 
     /// Writes parameters of as many of `specs` as fit; gives how many.
     fn pack(&mut self, specs: &[SampleSpec<'_>], rows_max: usize) -> (usize, usize) {
-        let (params, adjustments) = (self.host_params.as_mut_slice(), self.host_adjustments.as_mut_slice());
+        let (params, adjustments) = (self.params.as_mut_slice(), self.adjustments.as_mut_slice());
         let mut num_adjustments = 0;
         for (index, spec) in specs.iter().take(rows_max).enumerate() {
             adjustments_of(spec, &mut self.scratch);
@@ -153,40 +188,69 @@ fn adjustments_of(spec: &SampleSpec<'_>, adjustments: &mut Vec<Adjustment>) {
 }
 
 impl CudaModel {
-    /// One result per row of logits, in order; waits for the device.
+    /// Whether the choices of a step are one chunk, so that it can be collected later.
+    pub(super) fn is_one_chunk(&self, specs: &[SampleSpec<'_>]) -> bool {
+        let num_adjustments: usize = specs.iter().map(num_adjustments_max).sum();
+        specs.len() <= self.limits.logits_rows as usize && num_adjustments <= ADJUSTMENTS_MAX
+    }
+
+    /// One result per row of logits, in order; waits for the device. Only the chunk at hand may
+    /// be under way when it returns to the caller's step before.
     pub(super) fn sample(
         &mut self,
         view: &StepView,
         specs: &[SampleSpec<'_>],
         vocab_size: u32,
-    ) -> Result<Vec<Result<Sampled, NotFinite>>, DeviceError> {
+    ) -> Result<StepResults, DeviceError> {
         let mut results = Vec::with_capacity(specs.len());
-        if specs.is_empty() {
-            self.done.record(&self.stream)?;
-            self.done.synchronize()?;
-            return Ok(results);
-        }
-        while results.len() < specs.len() {
+        loop {
             let start = results.len();
-            self.sampling.copied.synchronize()?;
-            let (num, num_adjustments) = self.sampling.pack(&specs[start..], self.limits.logits_rows as usize);
-            let specs = &specs[start..start + num];
-            if !view.has_logits {
-                self.head(view, start as u32, num as u32)?;
+            let side = self.launch_choices(view, specs, start, vocab_size)?;
+            // The step before may still be uncollected: its side stays where it is.
+            self.sampling.launched.pop_back();
+            self.sampling.next = side;
+            self.read_choices(side, &mut results)?;
+            if results.len() >= specs.len() {
+                self.sampling.next = 1 - side;
+                return Ok(results);
             }
-            self.launch_sampling(view, specs, (start, num_adjustments), vocab_size)?;
-            let has_logprobs = specs.iter().any(|spec| spec.num_logprobs.is_some());
-            self.collect(specs, has_logprobs, &mut results);
         }
-        Ok(results)
     }
 
-    /// Samples the rows that are packed and waits for the tokens.
-    fn launch_sampling(
+    /// Starts the choices of the rows from `start` on, as many as one chunk holds; gives the side
+    /// that they come back on.
+    pub(super) fn launch_choices(
         &mut self,
         view: &StepView,
         specs: &[SampleSpec<'_>],
-        (start, num_adjustments): (usize, usize),
+        start: usize,
+        vocab_size: u32,
+    ) -> Result<usize, DeviceError> {
+        let index = self.sampling.next;
+        let side = &mut self.sampling.sides[index];
+        side.done.synchronize()?;
+        let (num, num_adjustments) = side.pack(&specs[start..], self.limits.logits_rows as usize);
+        let specs = &specs[start..start + num];
+        side.num_logprobs.clear();
+        side.num_logprobs.extend(specs.iter().map(|spec| spec.num_logprobs));
+        if num > 0 && !view.has_logits {
+            self.head(view, start as u32, num as u32)?;
+        }
+        if num > 0 {
+            self.launch_kernels(view, specs, (index, start, num_adjustments), vocab_size)?;
+        }
+        let s = &mut self.sampling;
+        s.sides[index].done.record(&self.stream)?;
+        s.launched.push_back(index);
+        s.next = 1 - index;
+        Ok(index)
+    }
+
+    fn launch_kernels(
+        &mut self,
+        view: &StepView,
+        specs: &[SampleSpec<'_>],
+        (index, start, num_adjustments): (usize, usize, usize),
         vocab_size: u32,
     ) -> Result<(), DeviceError> {
         let (num, stride) = (specs.len(), self.weights.head_rows);
@@ -195,57 +259,78 @@ impl CudaModel {
         let logits = self.buffers.logits.slice(first * stride, num * stride);
         let has_logprobs = specs.iter().any(|spec| spec.num_logprobs.is_some());
         let s = &mut self.sampling;
-        self.stream.upload(s.params, &s.host_params, num)?;
-        self.stream.upload(s.adjustments, &s.host_adjustments, num_adjustments)?;
-        s.copied.record(&self.stream)?;
+        let side = &mut s.sides[index];
+        self.stream.upload(s.params, &side.params, num)?;
+        self.stream.upload(s.adjustments, &side.adjustments, num_adjustments)?;
         let is_filtered = specs.iter().any(is_filtered);
+        let outputs = sampling::Outputs {
+            tokens: s.outputs.tokens.slice(start, num),
+            status: s.outputs.status.slice(start, num),
+            ..s.outputs
+        };
         self.kernels.sampling.run(
             &self.stream,
-            &s.outputs,
+            &outputs,
             logits,
             s.params,
             s.adjustments,
             s.workspace,
             sampling::Rows { num_rows: num as u32, row_stride: stride as u32, vocab_size, is_filtered, has_logprobs },
         )?;
-        self.stream.download(&mut s.tokens, s.outputs.tokens.slice(0, num))?;
-        self.stream.download(&mut s.status, s.outputs.status.slice(0, num))?;
+        self.stream.download(&mut side.tokens, outputs.tokens)?;
+        self.stream.download(&mut side.status, outputs.status)?;
         if has_logprobs {
             let top = num * TOP_MAX as usize;
-            self.stream.download(&mut s.logprobs.chosen, s.outputs.chosen_logprobs.slice(0, num))?;
-            self.stream.download(&mut s.logprobs.ranks, s.outputs.chosen_ranks.slice(0, num))?;
-            self.stream.download(&mut s.logprobs.top_ids, s.outputs.top_ids.slice(0, top))?;
-            self.stream.download(&mut s.logprobs.top, s.outputs.top_logprobs.slice(0, top))?;
+            self.stream.download(&mut side.logprobs.chosen, outputs.chosen_logprobs.slice(0, num))?;
+            self.stream.download(&mut side.logprobs.ranks, outputs.chosen_ranks.slice(0, num))?;
+            self.stream.download(&mut side.logprobs.top_ids, outputs.top_ids.slice(0, top))?;
+            self.stream.download(&mut side.logprobs.top, outputs.top_logprobs.slice(0, top))?;
         }
-        self.done.record(&self.stream)?;
-        self.done.synchronize()
+        Ok(())
     }
 
-    fn collect(&self, specs: &[SampleSpec<'_>], has_logprobs: bool, results: &mut Vec<Result<Sampled, NotFinite>>) {
-        let s = &self.sampling;
-        for (index, spec) in specs.iter().enumerate() {
-            if s.status.as_slice()[index] != sampling::STATUS_OK {
+    /// Waits for the oldest step that was started and not collected; `None` without one.
+    pub(super) fn collect_choices(&mut self) -> Result<Option<StepResults>, DeviceError> {
+        let Some(index) = self.sampling.launched.pop_front() else { return Ok(None) };
+        let mut results = Vec::new();
+        self.read_choices(index, &mut results)?;
+        Ok(Some(results))
+    }
+
+    fn read_choices(&self, index: usize, results: &mut StepResults) -> Result<(), DeviceError> {
+        let side = &self.sampling.sides[index];
+        side.done.synchronize()?;
+        for (index, num_logprobs) in side.num_logprobs.iter().enumerate() {
+            if side.status.as_slice()[index] != sampling::STATUS_OK {
                 results.push(Err(NotFinite));
                 continue;
             }
-            let token = s.tokens.as_slice()[index];
-            let logprobs = spec.num_logprobs.filter(|_| has_logprobs).map(|num| {
+            let token = side.tokens.as_slice()[index];
+            let logprobs = num_logprobs.map(|num| {
                 let from = index * TOP_MAX as usize;
-                let ids = &s.logprobs.top_ids.as_slice()[from..from + num as usize];
-                let tops = &s.logprobs.top.as_slice()[from..from + num as usize];
+                let ids = &side.logprobs.top_ids.as_slice()[from..from + num as usize];
+                let tops = &side.logprobs.top.as_slice()[from..from + num as usize];
                 let top = ids.iter().zip(tops).zip(1..);
                 TokenLogprobs {
                     chosen: TokenLogprob {
                         token,
-                        logprob: s.logprobs.chosen.as_slice()[index],
-                        rank: s.logprobs.ranks.as_slice()[index],
+                        logprob: side.logprobs.chosen.as_slice()[index],
+                        rank: side.logprobs.ranks.as_slice()[index],
                     },
                     top: top.map(|((&token, &logprob), rank)| TokenLogprob { token, logprob, rank }).collect(),
                 }
             });
             results.push(Ok(Sampled { token, logprobs }));
         }
+        Ok(())
     }
+}
+
+/// No fewer than [`adjustments_of`] gives.
+fn num_adjustments_max(spec: &SampleSpec<'_>) -> usize {
+    let Task::Choose { sampling, penalties, masked, .. } = spec.task else { return 0 };
+    let num_uses = penalties.map_or(0, |penalties| penalties.uses().count());
+    num_uses + sampling.logit_bias.len() + masked.len()
 }
 
 fn is_filtered(spec: &SampleSpec<'_>) -> bool {

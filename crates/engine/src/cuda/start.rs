@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use overnight_kernels::gemm::store::{FORMAT, Identity};
 use overnight_kernels::gemm::{self, Gemm, Shape};
-use overnight_kernels::{Arena, Device, DeviceSlice, Dtype, Error as DeviceError, Event, Modules, Stream};
+use overnight_kernels::{Arena, Device, DeviceSlice, Dtype, Error as DeviceError, Modules, Stream};
 
 use crate::Error;
 use crate::config::{DtypeSetting, EngineConfig};
@@ -139,7 +139,6 @@ impl CudaModel {
             sampling,
             logits: Vec::new(),
             tiles: Vec::new(),
-            done: Event::new(&device).map_err(during("could not use the GPU"))?,
             stream,
             dtype,
             cache_folder: options.build.cache.0.clone(),

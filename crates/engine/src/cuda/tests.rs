@@ -129,6 +129,7 @@ impl Arrays {
             block_tables: &self.tables,
             block_table_starts: &self.table_starts,
             logits_tokens: &self.wanted,
+            feedback: &[],
         }
     }
 }

@@ -129,7 +129,9 @@ async fn killed_beside_a_late_writer(
     let mut late = Service::start_worker_that_stops(data_dir, args, &env, &stop_at);
     late.wait_stopped(PATIENCE).await;
     service.kill();
-    service = Service::start(data_dir, args, &env);
+    // Slow enough that the late commit meets a job that is still open, however fast the machine.
+    let slow = [env, vec![("FAILPOINTS", "worker::segment_after_put=sleep(150)")]].concat();
+    service = Service::start(data_dir, args, &slow);
     let committed = |batch: &Value| batch["request_counts"]["completed"].as_u64();
     let before = service.wait_batch(&id, PATIENCE, |batch| committed(batch).is_some()).await;
     let before = committed(&before);

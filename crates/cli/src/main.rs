@@ -23,6 +23,7 @@ mod usage;
 mod validation;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 
@@ -47,6 +48,9 @@ impl App {
     }
 }
 
+/// How long an engine may take to end the step it is in.
+const ENGINE_END: Duration = Duration::from_secs(10);
+
 fn main() -> ExitCode {
     #[cfg(feature = "failpoints")]
     let _scenario = service::crash::arm();
@@ -66,6 +70,9 @@ fn main() -> ExitCode {
     let ended = runtime.block_on(run_or_interrupted(cli.command, &app));
     // A read of stdin that never ends must not keep the process.
     runtime.shutdown_background();
+    if !overnight_engine::shut_down_all(ENGINE_END) {
+        tracing::warn!("the engine did not end in time");
+    }
     finish(&app.ui, ended)
 }
 

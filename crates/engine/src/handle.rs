@@ -23,6 +23,7 @@ use crate::door::Limits;
 use crate::model::Forward;
 use crate::output::{EndedHere, Event, Outputs, Registration, Sink};
 use crate::request::{FinishReason, Request, RequestError, RequestId};
+use crate::running::{Alive, Close};
 use crate::step::{SequenceOutput, StepOutput};
 use crate::text::Text;
 use crate::waiting::WaitingRequests;
@@ -225,8 +226,16 @@ fn spawn(engine: Engine, outputs: Outputs, limits: Limits) -> EngineHandle {
         std::thread::Builder::new().name(name.to_owned()).spawn(body).expect("the system gives two more threads")
     };
     let (for_engine, for_outputs) = (shared.clone(), shared.clone());
+    let closable: Arc<dyn Close> = shared.clone();
+    let alive = Alive::of(Arc::downgrade(&closable));
     let threads = vec![
-        spawn("engine", Box::new(move || EngineThread::new(engine, for_engine, to_outputs).run())),
+        spawn(
+            "engine",
+            Box::new(move || {
+                EngineThread::new(engine, for_engine, to_outputs).run();
+                drop(alive);
+            }),
+        ),
         spawn("engine-output", Box::new(move || run_outputs(outputs, &for_outputs, &mail))),
     ];
     EngineHandle { owner: Arc::new(Owner { shared, threads: Mutex::new(threads) }) }
@@ -322,6 +331,12 @@ impl Drop for Queue<'_> {
         if !self.requests.is_empty() {
             self.shared.take_waiting(std::mem::take(&mut self.requests));
         }
+    }
+}
+
+impl Close for Shared {
+    fn close(&self) {
+        Self::close(self);
     }
 }
 

@@ -22,6 +22,7 @@ pub mod load;
 pub mod model;
 pub mod output;
 pub mod request;
+mod running;
 pub mod sampler;
 pub mod scheduler;
 pub mod sequence;
@@ -43,3 +44,4 @@ pub use request::{
     Finish, FinishReason, Request, RequestError, RequestId, SamplingParams, StopReason, StopRules, TokenLogprob,
     TokenLogprobs, TokenOutput,
 };
+pub use running::shut_down_all;

@@ -1,13 +1,17 @@
 //! The CUDA back end against the CPU's, which is held to the reference's goldens. Each test runs
 //! where a GPU is and says so where none is.
 
+use std::collections::HashMap;
+
 use crate::config::{DtypeSetting, EngineConfig};
 use crate::cuda::{BuildOptions, CudaModel, DeviceOptions, SearchPaths};
+use crate::door::Limits;
 use crate::load::{LoadFormat, ModelSource, load_cpu, load_cuda};
-use crate::model::{Forward, SampleSpec, StepInput};
-use crate::request::SamplingParams;
+use crate::model::{Forward, ModelShape, SampleSpec, StepInput, StepResults};
+use crate::request::{Class, Request, RequestId, SamplingParams, StopRules};
 use crate::sampler::{SampleRow, Sampler, Task};
 use crate::tiny_model::{TinyArch, TinyModel, VOCAB_ROWS, golden_cases};
+use crate::{Engine, Error};
 
 #[expect(clippy::disallowed_methods, reason = "tests read their own variables here")]
 fn setting(name: &str) -> Option<String> {
@@ -55,13 +59,16 @@ fn config(dtype: DtypeSetting) -> EngineConfig {
     }
 }
 
-fn on_gpu(tiny: &TinyModel, config: &EngineConfig) -> Bench<CudaModel> {
+fn model_on_gpu(tiny: &TinyModel, config: &EngineConfig) -> CudaModel {
     let folder = tempfile::tempdir().expect("temporary folder");
     tiny.write(folder.path()).expect("write the checkpoint");
     let source = ModelSource { path: folder.path().to_owned(), load_format: LoadFormat::Auto };
     let device = crate::cuda::open(&options()).expect("seen before");
-    let model = load_cuda(&source, config, &options(), device, u32::MAX).unwrap_or_else(|error| panic!("{error:?}"));
-    Bench::new(model)
+    load_cuda(&source, config, &options(), device, u32::MAX).unwrap_or_else(|error| panic!("{error:?}"))
+}
+
+fn on_gpu(tiny: &TinyModel, config: &EngineConfig) -> Bench<CudaModel> {
+    Bench::new(model_on_gpu(tiny, config))
 }
 
 fn on_cpu(tiny: &TinyModel, config: &EngineConfig) -> Bench<crate::cpu::CpuModel> {
@@ -196,8 +203,7 @@ fn regrets(got: &[Vec<f32>], oracle: &[Vec<f32>]) -> Vec<f64> {
     regrets
 }
 
-/// Rounding of 16-bit activations through a few layers whose gain is twice the usual; measured at
-/// a third of this.
+/// Rounding of 16-bit activations through a few layers whose gain is twice the usual.
 fn tolerance(dtype: DtypeSetting) -> f64 {
     if dtype == DtypeSetting::Float16 { 0.01 } else { 0.06 }
 }
@@ -209,6 +215,8 @@ fn every_architecture_computes_what_the_oracle_does() {
     }
     for dtype in [DtypeSetting::Bfloat16, DtypeSetting::Float16] {
         for head_dim in [64, 128, 256] {
+            // Over all cases: of one, the 99th percentile of 200 positions is the second largest.
+            let mut all_regrets = Vec::new();
             for (name, case) in golden_cases() {
                 let case = TinyModel { head_dim, rounded: true, ..case };
                 let config = config(dtype);
@@ -218,13 +226,14 @@ fn every_architecture_computes_what_the_oracle_does() {
                 let far = distance(&got, &oracle);
                 let regrets = regrets(&got, &oracle);
                 let mean = regrets.iter().sum::<f64>() / regrets.len() as f64;
-                let p99 = regrets[regrets.len() * 99 / 100];
-                eprintln!(
-                    "{name} head_dim {head_dim} {dtype:?}: distance {far:.4}, regret mean {mean:.4} p99 {p99:.4}"
-                );
+                eprintln!("{name} head_dim {head_dim} {dtype:?}: distance {far:.4}, regret mean {mean:.4}");
                 assert!(far <= tolerance(dtype), "{name}, head_dim {head_dim}, {dtype:?}: distance {far}");
-                assert!(mean <= 0.06 && p99 <= 0.20, "{name}, head_dim {head_dim}: regret {mean}, p99 {p99}");
+                assert!(mean <= 0.06, "{name}, head_dim {head_dim}, {dtype:?}: regret {mean}");
+                all_regrets.extend(regrets);
             }
+            all_regrets.sort_by(f64::total_cmp);
+            let p99 = all_regrets[all_regrets.len() * 99 / 100];
+            assert!(p99 <= 0.20, "head_dim {head_dim}, {dtype:?}: 99th percentile of the regret {p99}");
         }
     }
 }
@@ -335,7 +344,7 @@ fn the_device_chooses_what_the_cpus_sampler_would() {
         plain.clone(),
         SamplingParams { top_p: 0.8, ..plain.clone() },
         SamplingParams { top_k: Some(5), ..plain.clone() },
-        SamplingParams { min_p: 0.1, logit_bias: vec![(7, 3.0), (300, -50.0)], ..plain.clone() },
+        SamplingParams { min_p: 0.1, logit_bias: vec![(7, 3.0), (299, -50.0)], ..plain.clone() },
     ];
     let (mut num_equal, mut num_all) = (0, 0);
     for sampling in cases {
@@ -382,6 +391,95 @@ fn the_device_chooses_what_the_cpus_sampler_would() {
     }
     // Sums are rounded differently, so that a draw at the edge of two tokens may fall to the other.
     assert!(num_equal * 100 >= num_all * 99, "{num_equal} of {num_all} choices are equal");
+}
+
+/// The model with every step waited for before the next is planned.
+struct Waiting(CudaModel);
+
+impl Forward for Waiting {
+    fn shape(&self) -> &ModelShape {
+        self.0.shape()
+    }
+
+    fn allocate_kv_cache(&mut self, num_blocks: u32, block_size: u32) -> Result<(), Error> {
+        self.0.allocate_kv_cache(num_blocks, block_size)
+    }
+
+    fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error> {
+        self.0.forward(step)
+    }
+
+    fn run(
+        &mut self,
+        step: StepInput<'_>,
+        specs: &[SampleSpec<'_>],
+        vocab_size: u32,
+        sampler: &mut Sampler,
+    ) -> Result<StepResults, Error> {
+        self.0.run(step, specs, vocab_size, sampler)
+    }
+}
+
+/// Tokens of each request, from an engine that runs all of them together.
+fn generate(model: Box<dyn Forward>, config: &EngineConfig, requests: &[Request]) -> Vec<Vec<u32>> {
+    let limits = Limits::resolve(model.shape(), config, None, None).expect("good settings");
+    let mut engine = Engine::new(model, limits, true).expect("it starts");
+    let mut tokens: HashMap<RequestId, Vec<u32>> = HashMap::new();
+    for request in requests {
+        engine.add(request.clone()).expect("the door lets it in");
+    }
+    while !engine.is_idle() {
+        for output in engine.step().expect("the device works").outputs {
+            tokens.entry(output.id).or_default().extend(output.token);
+        }
+    }
+    requests.iter().map(|request| tokens.remove(&request.id).unwrap_or_default()).collect()
+}
+
+#[test]
+fn an_engine_one_step_ahead_gives_the_tokens_of_one_that_waits() {
+    if !has_gpu("an_engine_one_step_ahead_gives_the_tokens_of_one_that_waits") {
+        return;
+    }
+    let requests: Vec<Request> = (0..40)
+        .map(|salt: u32| {
+            let temperature = if salt.is_multiple_of(2) { 0.0 } else { 0.7 };
+            let presence_penalty = if salt.is_multiple_of(5) { 1.0 } else { 0.0 };
+            Request {
+                id: RequestId::next(),
+                class: Class::Job,
+                prompt: ids(10 + 7 * salt as usize, salt),
+                sampling: SamplingParams {
+                    temperature,
+                    presence_penalty,
+                    seed: salt.into(),
+                    ..SamplingParams::default()
+                },
+                stop: StopRules { max_tokens: 5 + salt, stop_token_ids: vec![1, 2, 3], ..StopRules::default() },
+                logprobs: salt.is_multiple_of(3).then_some(2),
+                prompt_logprobs: None,
+                skip_special_tokens: true,
+                stream: false,
+            }
+        })
+        .collect();
+    // Few rows and blocks, so that sequences come, go and are preempted in between.
+    let config = EngineConfig {
+        max_num_seqs: Some(12),
+        max_num_batched_tokens: Some(96),
+        max_model_len: Some(512),
+        num_gpu_blocks_override: Some(140),
+        ..config(DtypeSetting::Float16)
+    };
+    for arch in [TinyArch::Qwen3, TinyArch::Gemma3] {
+        let model = || model_on_gpu(&tiny(arch, 64), &config);
+        let waits = generate(Box::new(Waiting(model())), &config, &requests);
+        let ahead = generate(Box::new(model()), &config, &requests);
+        assert!(waits.iter().all(|tokens| !tokens.is_empty()));
+        // Steps hold other rows, so products round otherwise and a near tie may fall to another token.
+        let num_equal = waits.iter().zip(&ahead).filter(|(waits, ahead)| waits == ahead).count();
+        assert!(num_equal >= 34, "{arch:?}: {num_equal} of {} sequences are equal", requests.len());
+    }
 }
 
 #[test]

@@ -92,7 +92,13 @@ impl Scheduler {
             let num_cached = num_found * self.limits.block_size;
             let chunk = budget.chunk(sequence, sequence.num_tokens() - num_cached);
             if chunk == 0 {
-                return;
+                // The step's rows for logprobs of prompts are used up; those behind may need none.
+                num_kept_back += 1;
+                if num_kept_back == KEPT_BACK_MAX {
+                    return;
+                }
+                last_kept_back = Some(key);
+                continue;
             }
             let num_needed = self.num_expected_blocks(sequence) - num_found + self.pool.num_unheld(&self.found);
             let has_blocks = self.pool.num_free() >= num_needed.saturating_add(num_promised);

@@ -329,3 +329,22 @@ async fn throughput_run_counts_every_token_and_hits_the_shared_prefix() {
     let error = run_throughput(&handle, &ThroughputOptions { input_len: 600, ..options }).await;
     assert!(matches!(error, Err(BenchError::Request(error)) if error.code == "context_length_exceeded"));
 }
+
+/// For the whole process: tests run in one of their own.
+#[tokio::test]
+async fn engines_that_somebody_still_holds_end_before_the_process() {
+    let handle = start(&Bed { max_model_len: 3_000, ..Bed::default() });
+    let (sink, mut receiver) = channel();
+    handle.submit(vec![request(prompt(1, 20), 2_000)], sink).await.expect("it takes requests");
+    assert!(overnight_engine::shut_down_all(PATIENCE), "the step under way ends");
+    assert_eq!(handle.status().state, EngineState::Stopped);
+    let events = until_ended(&mut receiver, 1).await;
+    assert!(matches!(events.last(), Some(Event::Failed { error, .. }) if error.transient));
+
+    let (held, gate) = start_held();
+    let (sink, _receiver) = channel();
+    held.submit(vec![request(prompt(2, 20), 5)], sink).await.expect("it takes requests");
+    assert!(!overnight_engine::shut_down_all(Duration::from_millis(50)), "a step that hangs is told");
+    drop(gate);
+    assert!(overnight_engine::shut_down_all(PATIENCE));
+}

@@ -234,6 +234,23 @@ fn requests_start_in_the_order_they_came() {
     assert_eq!(order, requests.iter().map(|request| request.id).collect::<Vec<_>>());
 }
 
+#[test]
+fn logprobs_of_prompts_hold_nobody_up_who_wants_none() {
+    let mut engine = Bed { max_num_batched_tokens: 2048, ..Bed::default() }.engine();
+    let scored = |salt| Request { prompt_logprobs: Some(1), ..request(prompt(salt, 200), 2) };
+    let requests = [scored(1), scored(2), request(prompt(3, 10), 2)];
+    for request in &requests {
+        engine.add(request.clone()).expect("the door lets it in");
+    }
+    let first = engine.step().expect("the toy works").outputs;
+    let served: Vec<_> = first.iter().map(|output| output.id).collect();
+    assert_eq!(served, [requests[2].id], "the first step gives the one behind them its token");
+    let mut results = Results::default();
+    first.into_iter().for_each(|output| results.take(output));
+    run(&mut engine, &mut results);
+    assert_as_alone(&results, &requests);
+}
+
 #[derive(Debug, Clone)]
 struct Trace {
     bed: Bed,

@@ -57,3 +57,24 @@ fn killed_run_goes_on_and_ends_with_the_file_of_an_undisturbed_one() {
     assert_eq!(lines(&folder.join("killed.jsonl")), output);
     assert_eq!(lines(&folder.join("killed.errors.jsonl")), errors);
 }
+
+/// A run is known by its input's content: what was answered before the change is no answer now.
+#[test]
+fn run_of_changed_input_is_a_job_of_its_own() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = folder.path();
+    tiny_model(folder);
+    let first = input(40, 3);
+    let changed = String::from_utf8(first.clone()).expect("UTF-8").replacen("review", "rewiev", 1).into_bytes();
+    assert_ne!(changed, first, "a prompt changes, its length does not");
+    std::fs::write(folder.join("input.jsonl"), &first).expect("input is written");
+    command(folder, "data", "out.jsonl").status().expect("batch starts");
+    let before = lines(&folder.join("out.jsonl"));
+
+    std::fs::write(folder.join("input.jsonl"), &changed).expect("input is written");
+    command(folder, "data", "out.jsonl").status().expect("batch starts");
+    command(folder, "fresh", "fresh.jsonl").status().expect("batch starts");
+    let fresh = lines(&folder.join("fresh.jsonl"));
+    assert_ne!(fresh, before, "the change shows in an answer");
+    assert_eq!(lines(&folder.join("out.jsonl")), fresh);
+}

@@ -7,7 +7,11 @@ use std::path::PathBuf;
 #[track_caller]
 #[expect(clippy::disallowed_methods, reason = "a test takes fetched files from where its runner put them")]
 pub(crate) fn fetched(what: &str, variable: &str, below: &str) -> Option<PathBuf> {
-    let path = std::env::var_os(variable).map(|folder| PathBuf::from(folder).join(below));
+    let mut path = std::env::var_os(variable).map(PathBuf::from);
+    // Joined to nothing, the path of a file would end in a slash and not exist.
+    if let Some(path) = path.as_mut().filter(|_| !below.is_empty()) {
+        path.push(below);
+    }
     let found = path.filter(|path| path.exists());
     if found.is_none() {
         let required = std::env::var("OVERNIGHT_TEST_REQUIRE").unwrap_or_default();

@@ -340,11 +340,4 @@ async fn engines_that_somebody_still_holds_end_before_the_process() {
     assert_eq!(handle.status().state, EngineState::Stopped);
     let events = until_ended(&mut receiver, 1).await;
     assert!(matches!(events.last(), Some(Event::Failed { error, .. }) if error.transient));
-
-    let (held, gate) = start_held();
-    let (sink, _receiver) = channel();
-    held.submit(vec![request(prompt(2, 20), 5)], sink).await.expect("it takes requests");
-    assert!(!overnight_engine::shut_down_all(Duration::from_millis(50)), "a step that hangs is told");
-    drop(gate);
-    assert!(overnight_engine::shut_down_all(PATIENCE));
 }

@@ -4,6 +4,7 @@
 //! object folder's id is kept beside the database; an object folder with another
 //! one is refused before anything is read from it.
 
+use std::io::Write;
 use std::path::Path;
 
 use overnight_blobs::Blobs;
@@ -37,7 +38,13 @@ fn know_again(blobs: &Blobs, url: &str, data_dir: &Path) -> Result {
         Err(err) if err.kind() == std::io::ErrorKind::NotFound => {
             // Whole or not at all: half an id would refuse every later start.
             let new = path.with_extension("id.new");
-            std::fs::write(&new, format!("{id}\n")).map_err(|err| failed("write", err))?;
+            let whole = || {
+                let mut file = std::fs::File::create(&new)?;
+                file.write_all(format!("{id}\n").as_bytes())?;
+                // Renamed before it is on the disk, a power cut could leave an empty file.
+                file.sync_all()
+            };
+            whole().map_err(|err| failed("write", err))?;
             std::fs::rename(&new, &path).map_err(|err| failed("write", err))
         }
         Err(err) => Err(failed("read", err)),

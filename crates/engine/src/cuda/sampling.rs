@@ -194,8 +194,8 @@ impl CudaModel {
         specs.len() <= self.limits.logits_rows as usize && num_adjustments <= ADJUSTMENTS_MAX
     }
 
-    /// One result per row of logits, in order; waits for the device. Only the chunk at hand may
-    /// be under way when it returns to the caller's step before.
+    /// One result per row of logits, in order, chosen chunk by chunk, each waited for. A step
+    /// started before may still be uncollected: all chunks take the one side that it has not.
     pub(super) fn sample(
         &mut self,
         view: &StepView,
@@ -206,7 +206,7 @@ impl CudaModel {
         loop {
             let start = results.len();
             let side = self.launch_choices(view, specs, start, vocab_size)?;
-            // The step before may still be uncollected: its side stays where it is.
+            // Read here, so nobody collects it, and the next chunk takes the same side.
             self.sampling.launched.pop_back();
             self.sampling.next = side;
             self.read_choices(side, &mut results)?;

@@ -22,7 +22,7 @@ use crate::generate::Output;
 use crate::mapper::Answer;
 use crate::outcome::{self, Ended, Verdict};
 use crate::planner::{Delivery, Event, Offer, Seat};
-use crate::prepare::{InputLine, ReadyItem, Recipe, Run, Work};
+use crate::prepare::{InputLine, Piece, Recipe, Run, Work};
 use crate::renewal::{LeaseGuard, Order};
 use crate::window::OpenShard;
 use crate::worker::Shared;
@@ -32,6 +32,8 @@ use crate::worker::Shared;
 const FIRST_PIECE_LINES: usize = 64;
 const PIECE_LINES: usize = 1_024;
 const PIECE_BYTES: usize = 4 << 20;
+/// Of prepared items: a piece ends there, and no other one is begun while as much waits.
+pub(crate) const PREPARED_BYTES_MAX: u64 = 8 << 20;
 
 /// Why work on a shard ends before its items do.
 #[derive(Debug)]
@@ -233,7 +235,9 @@ impl OpenLease {
 
     /// The next lines to prepare; empty when there are none, or enough are prepared.
     pub(crate) fn next_piece(&mut self) -> Vec<InputLine> {
-        if self.ready.len() > FIRST_PIECE_LINES {
+        let has_enough = self.ready.len() > FIRST_PIECE_LINES
+            || self.ready.iter().map(Offer::num_bytes).sum::<u64>() >= PREPARED_BYTES_MAX;
+        if has_enough {
             return Vec::new();
         }
         let most = if self.num_pieces == 0 { FIRST_PIECE_LINES } else { PIECE_LINES };
@@ -251,9 +255,10 @@ impl OpenLease {
 
     /// Takes prepared items: refusals end at once, the others are ordered by prefix, so that
     /// the window meets them together.
-    pub(crate) fn take_prepared(&mut self, items: Vec<ReadyItem>) {
+    pub(crate) fn take_prepared(&mut self, piece: Piece) {
         let now = Timestamp::now();
-        for item in items {
+        piece.left.into_iter().rev().for_each(|bit| self.queue.push_front(bit));
+        for item in piece.items {
             let ended = match item.work {
                 Work::Run(run) => {
                     let Run { offer, answer, seed } = *run;

@@ -70,6 +70,14 @@ pub(crate) struct ReadyItem {
     pub(crate) work: Work,
 }
 
+/// Items prepared in one go.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub(crate) items: Vec<ReadyItem>,
+    /// Bits of the lines after them, which were too much for this time.
+    pub(crate) left: Vec<u32>,
+}
+
 /// What is to be done for an item.
 #[derive(Debug)]
 pub(crate) enum Work {
@@ -91,11 +99,25 @@ pub(crate) struct Run {
 }
 
 impl Recipe {
-    /// Prepares lines in order.
-    pub(crate) fn prepare(&self, lines: &[InputLine]) -> Vec<ReadyItem> {
+    /// Prepares lines in order, until what has to be kept of them reaches `bytes_max`: a body
+    /// of a few bytes may ask for many samples of a long prompt. One item may pass it.
+    pub(crate) fn prepare(&self, lines: &[InputLine], bytes_max: u64) -> Piece {
         let created = Timestamp::now().unix_seconds();
         let lease = self.lease.simple().to_string();
-        lines.iter().map(|line| self.prepare_line(line, &lease, created)).collect()
+        let mut items = Vec::with_capacity(lines.len());
+        let mut num_bytes = 0;
+        for line in lines {
+            if num_bytes >= bytes_max {
+                break;
+            }
+            let item = self.prepare_line(line, &lease, created);
+            if let Work::Run(run) = &item.work {
+                num_bytes += run.offer.num_bytes();
+            }
+            items.push(item);
+        }
+        let left = lines[items.len()..].iter().map(|line| line.bit).collect();
+        Piece { items, left }
     }
 
     fn prepare_line(&self, line: &InputLine, lease: &str, created: i64) -> ReadyItem {
@@ -215,6 +237,33 @@ mod tests {
             let why = split(&changed.into(), &cut, &done).unwrap_err();
             assert!(why.contains("not those that were validated"), "{why}");
         }
+    }
+
+    /// A shard of many long bodies must not be in memory as requests all at once.
+    #[test]
+    fn piece_ends_where_its_requests_are_too_much() {
+        let recipe = Recipe {
+            mapper: Mapper::remote(None),
+            endpoint: Endpoint::ChatCompletions,
+            job: JobId::new(),
+            first_item: 0,
+            round: 1,
+            lease: Uuid::nil(),
+        };
+        let content = |bit: u32| {
+            let filler = "x".repeat(1_000);
+            Bytes::from(format!(r#"{{"custom_id":"{bit}","body":{{"model":"m","messages":"{filler}"}}}}"#))
+        };
+        let lines: Vec<InputLine> = (3..8).map(|bit| InputLine { bit, content: content(bit) }).collect();
+        let of = |bytes_max| {
+            let piece = recipe.prepare(&lines, bytes_max);
+            let bits: Vec<u32> = piece.items.iter().map(|item| item.bit).collect();
+            assert!(piece.items.iter().all(|item| matches!(item.work, Work::Run(_))), "{piece:?}");
+            (bits, piece.left)
+        };
+        assert_eq!(of(1), (vec![3], vec![4, 5, 6, 7]), "at least one");
+        assert_eq!(of(3_500), (vec![3, 4, 5], vec![6, 7]));
+        assert_eq!(of(1 << 20), (vec![3, 4, 5, 6, 7], vec![]));
     }
 
     #[test]

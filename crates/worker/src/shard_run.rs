@@ -15,10 +15,10 @@ use tokio::task::JoinHandle;
 use uuid::Uuid;
 
 use crate::claim::Troubles;
-use crate::feed::{KnownFault, OpenLease, OpenLeaseParts, Stop};
+use crate::feed::{KnownFault, OpenLease, OpenLeaseParts, PREPARED_BYTES_MAX, Stop};
 use crate::outcome::Ended;
 use crate::planner::Sitter;
-use crate::prepare::{self, InputLine, ReadyItem, Recipe};
+use crate::prepare::{self, InputLine, Piece, Recipe};
 use crate::renewal::Order;
 use crate::shard_claim::ShardWork;
 use crate::worker::Shared;
@@ -59,7 +59,7 @@ pub(crate) async fn run_shard(shared: Arc<Shared>, work: ShardWork) {
 async fn run_together(shard: &mut OpenLease) -> Result<End, Stop> {
     let bits = shard.runnable();
     shard.enqueue(bits);
-    run_queue(shard).await?;
+    run_queue(shard, Retries::Due).await?;
     rest(shard)
 }
 
@@ -94,7 +94,8 @@ async fn run_alone(shard: &mut OpenLease, probe: Option<(u32, u32)>) -> Result<E
             }
             fail::fail_point!("worker::probe_after_set");
             shard.enqueue([bit]);
-            run_queue(shard).await?;
+            // Whatever came up beside it would be blamed on it.
+            run_queue(shard, Retries::Later).await?;
         }
         // Each outcome by itself: a later item's death must not take it along.
         shard.checkpoint().await?;
@@ -118,12 +119,21 @@ async fn wait_until_alone(shard: &mut OpenLease) -> Result<(), Stop> {
     }
 }
 
+/// What becomes of items whose retry falls due in the meantime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Retries {
+    /// They run too.
+    Due,
+    /// The next lease runs them.
+    Later,
+}
+
 /// Prepares, feeds, collects and checkpoints until nothing is queued or at the
 /// engine and everything finished is committed.
-async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
+async fn run_queue(shard: &mut OpenLease, retries: Retries) -> Result<(), Stop> {
     let (items_max, bytes_max) = (shard.shared.config.checkpoint_items_max, shard.shared.config.checkpoint_bytes_max);
     let every = shard.shared.checkpoint_every();
-    let mut preparing: Option<JoinHandle<Vec<ReadyItem>>> = None;
+    let mut preparing: Option<JoinHandle<Piece>> = None;
     loop {
         let order = shard.guard.order();
         match order {
@@ -135,7 +145,9 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
         }
         let window_changed = shard.seat.changed();
         if order == Order::Run {
-            shard.requeue_due();
+            if retries == Retries::Due {
+                shard.requeue_due();
+            }
             shard.feed();
             if preparing.is_none() {
                 preparing = shard.start_preparing();
@@ -148,7 +160,7 @@ async fn run_queue(shard: &mut OpenLease) -> Result<(), Stop> {
         if is_over {
             return Ok(());
         }
-        let wake_at = shard.next_wake(every);
+        let wake_at = shard.next_wake(every, retries);
         tokio::select! {
             biased;
             deliveries = shard.seat.deliveries.recv() => {
@@ -178,7 +190,7 @@ fn rest(shard: &OpenLease) -> Result<End, Stop> {
 
 /// The result of the preparation under way; never without one. A panic in it is
 /// the shard's own.
-async fn finished(preparing: &mut Option<JoinHandle<Vec<ReadyItem>>>) -> Option<Vec<ReadyItem>> {
+async fn finished(preparing: &mut Option<JoinHandle<Piece>>) -> Option<Piece> {
     match preparing.as_mut()?.await {
         Ok(prepared) => Some(prepared),
         Err(err) if err.is_panic() => std::panic::resume_unwind(err.into_panic()),
@@ -241,10 +253,10 @@ impl OpenLease {
         split.map_err(|err| Stop::trouble("split the input into lines", &err))
     }
 
-    fn start_preparing(&mut self) -> Option<JoinHandle<Vec<ReadyItem>>> {
+    fn start_preparing(&mut self) -> Option<JoinHandle<Piece>> {
         let piece = self.next_piece();
         let recipe = self.recipe.clone();
-        (!piece.is_empty()).then(|| tokio::task::spawn_blocking(move || recipe.prepare(&piece)))
+        (!piece.is_empty()).then(|| tokio::task::spawn_blocking(move || recipe.prepare(&piece, PREPARED_BYTES_MAX)))
     }
 
     /// Takes what has come in the meantime too, up to a checkpoint's worth.
@@ -256,10 +268,11 @@ impl OpenLease {
         Ok(())
     }
 
-    fn next_wake(&self, checkpoint_every: Duration) -> Instant {
+    fn next_wake(&self, checkpoint_every: Duration, retries: Retries) -> Instant {
         let checkpoint = self.unwritten.due_at(checkpoint_every);
         let sometime = Instant::now() + TICK;
-        [checkpoint, self.next_retry_at()].into_iter().flatten().fold(sometime, Instant::min)
+        let retry = self.next_retry_at().filter(|_| retries == Retries::Due);
+        [checkpoint, retry].into_iter().flatten().fold(sometime, Instant::min)
     }
 
     /// Gives every undone item the same outcome.

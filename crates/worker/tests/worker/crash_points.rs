@@ -26,8 +26,10 @@ async fn run_with_death_at(point: &str, nth: u32) -> bool {
         service.store.claim_shard(&claim).await.unwrap().expect("a shard is ready");
         service.store.release_leases_of_dead(&[claim.worker]).await.unwrap();
     }
-    let engine = ScriptedGenerate::new(|ask| match ask.text() == body_saying("item-5") && ask.tries == 0 {
-        true => Reply::Response(503, r#"{"error":{"message":"busy"}}"#.to_owned(), None),
+    // Long enough that a shard of which nothing else is left is given back first, on a busy machine too.
+    let retry_after = point.contains("release").then_some(Duration::from_secs(1));
+    let engine = ScriptedGenerate::new(move |ask| match ask.text() == body_saying("item-5") && ask.tries == 0 {
+        true => Reply::Response(503, r#"{"error":{"message":"busy"}}"#.to_owned(), retry_after),
         false => Reply::Text(echo_of(ask.text())),
     });
     let passes = Arc::new(AtomicU32::new(0));

@@ -126,6 +126,37 @@ async fn innocent_items_of_a_suspect_shard_all_run() {
     service.drop_checks(job).await;
 }
 
+// A retry that falls due beside a named item would run with it, and its death would be the other's.
+#[tokio::test]
+async fn retry_that_falls_due_waits_until_nothing_runs_alone() {
+    let mut service = TestService::new().await;
+    (service.config.backoff_min, service.config.backoff_max) = (Duration::from_millis(20), Duration::from_millis(20));
+    let job = service.submit_cut(&numbered_lines(3), 3).await;
+    die(&service, job, 3).await;
+    let engine = ScriptedGenerate::new(|ask| match ask.text() == body_saying("item-0") && ask.tries == 0 {
+        true => Reply::Failed(Failure::Transient { code: "cut".to_owned(), message: "cut off".to_owned() }),
+        false => Reply::Hold(echo_of(ask.text())),
+    });
+    let worker = service.start(&engine).await;
+    wait::until("the second item at the engine", || async {
+        if engine.num_held() == 1 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
+    })
+    .await;
+    // Much longer than the first one's delay: were it to come, it would be here.
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(engine.num_held(), 1, "nothing runs beside the named item");
+    wait::until("all outcomes", || async {
+        engine.release_all();
+        let done = service.outcomes(job).await.len();
+        if done == 3 { Ok(()) } else { Err(service.seen(job).await) }
+    })
+    .await;
+    assert_eq!(engine.in_flight_max(), 1);
+    assert!(service.outcomes(job).await.values().all(|record| record.outcome == OutcomeKind::Completed));
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
 #[tokio::test]
 async fn suspect_shard_waits_until_the_window_is_empty() {
     let service = TestService::new().await;

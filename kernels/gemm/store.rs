@@ -23,8 +23,8 @@ pub struct Identity {
     pub dtype: Dtype,
 }
 
-/// The format written here.
-pub const FORMAT: u32 = 1;
+/// The format written here. 2: only algorithms that add partial sums in f32.
+pub const FORMAT: u32 = 2;
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct File {

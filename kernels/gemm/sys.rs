@@ -212,11 +212,19 @@ impl Functions {
         // SAFETY: one descriptor is written, destroyed when `preference` drops.
         self.expect(unsafe { (self.preference_create)(&mut raw) }, "ask for algorithms")?;
         let preference = Preference { raw, destroy: self.preference_destroy };
-        let attribute = lt::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        let value = (&raw const workspace_bytes).cast();
-        // SAFETY: the attribute takes a size_t.
-        let set = unsafe { (self.preference_set)(preference.raw, attribute, value, size_of::<usize>()) };
-        self.expect(set, "ask for algorithms")?;
+        use lt::cublasLtMatmulPreferenceAttributes_t::{
+            CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as WORKSPACE, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK as SPLIT,
+        };
+        // Partial sums of a split inner dimension are added in f32: the other schemes round each
+        // of them to the type of the result.
+        let in_f32 = lt::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let workspace = (WORKSPACE, (&raw const workspace_bytes).cast(), size_of::<usize>());
+        let splits = (SPLIT, (&raw const in_f32).cast(), size_of::<u32>());
+        for (attribute, value, len) in [workspace, splits] {
+            // SAFETY: the one takes a size_t, the other a uint32_t.
+            let set = unsafe { (self.preference_set)(preference.raw, attribute, value, len) };
+            self.expect(set, "ask for algorithms")?;
+        }
         let mut results = vec![empty_result(); num];
         let mut found = 0;
         // SAFETY: handle and descriptors are alive; at most `num` results are written.

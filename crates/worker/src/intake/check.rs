@@ -190,10 +190,10 @@ pub(crate) fn check_served(first_model: Option<&FirstModel>, models: &KnownModel
     let Some(first) = first_model.filter(|first| !models.serves(&first.name)) else { return };
     findings.add(IntakeCode::ModelNotFound, Some(first.line), Some("body.model"), || {
         let served = match models {
-            KnownModels::Named(names) if !names.is_empty() => format!("served are: {}", names.join(", ")),
-            _ => "no model is served; start a worker with one".to_owned(),
+            KnownModels::Named(names) => names.join(", "),
+            KnownModels::Any => "all".to_owned(),
         };
-        format!("the model {:?} is not served here; {served}", cut(&first.name))
+        format!("the model {:?} is not served here; served are: {served}", cut(&first.name))
     });
 }
 

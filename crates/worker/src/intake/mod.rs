@@ -136,12 +136,13 @@ pub async fn validate(
 }
 
 /// Models that a job may name: those configured here and those that a live worker
-/// has or may load.
+/// has or may load. While nobody says what is served (no worker lives, or all of them still
+/// load) a name cannot be judged, and is taken: the batch waits, and says for what.
 pub async fn known_models(store: &dyn Store, configured: &[String]) -> Result<KnownModels, crate::Error> {
     let workers = store.list_live_workers().await.map_err(crate::Error::store("list live workers"))?;
     let mut names = configured.to_vec();
     names.extend(workers.into_iter().flat_map(|live| live.worker.models));
-    if names.iter().any(|name| name == "*") {
+    if names.is_empty() || names.iter().any(|name| name == "*") {
         return Ok(KnownModels::Any);
     }
     names.sort_unstable();

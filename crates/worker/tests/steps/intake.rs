@@ -5,13 +5,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::TryStreamExt;
 use overnight_blobs::{ObjectName, Prefix, index};
-use overnight_store::{IntakeProgress, Jobs, NewShard, StepKind, Steps};
+use overnight_store::{IntakeProgress, Jobs, NewShard, NewWorker, StepKind, Steps, Workers};
 use overnight_testing::TestService;
 use overnight_testing::service::{line, numbered_lines};
 use overnight_types::{Class, Endpoint, ItemIndex, JobState, ShardIndex, WorkerId};
 use overnight_worker::failpoints;
 use overnight_worker::intake::{IntakeOptions, KnownModels};
-use overnight_worker::lifecycle::intake;
+use overnight_worker::lifecycle::{StepContext, intake};
 
 use crate::support::{claim, context, run_intake};
 
@@ -63,6 +63,24 @@ async fn faulty_input_fails_the_job_with_every_error() {
     assert_eq!(service.blobs.size(&ObjectName::index(id)).await.unwrap(), None);
 }
 
+// An API whose workers are all away, or still load their models, cannot know what is served.
+#[tokio::test]
+async fn name_is_taken_while_nobody_says_what_is_served() {
+    let service = TestService::new().await;
+    let nobody = StepContext { known_models: Vec::new(), ..context(&service) };
+    let loading = NewWorker { id: WorkerId::new(), host: "h".to_owned(), pid: 1, models: Vec::new() };
+    service.store.report_worker(&loading).await.unwrap();
+    let job = service.submit(&[line("a")]).await;
+    intake::run(&nobody, &claim(&service, StepKind::Intake).await).await.unwrap();
+    assert_eq!(service.job(job).await.state, JobState::InProgress);
+    // As soon as one does, its word counts.
+    let ready = NewWorker { models: vec!["another".to_owned()], ..loading };
+    service.store.report_worker(&ready).await.unwrap();
+    let job = service.submit(&[line("a")]).await;
+    intake::run(&nobody, &claim(&service, StepKind::Intake).await).await.unwrap();
+    assert_eq!(service.job(job).await.state, JobState::Failed);
+}
+
 #[tokio::test]
 async fn model_that_nobody_serves_is_named_with_those_that_are() {
     let service = TestService::new().await;
@@ -71,7 +89,6 @@ async fn model_that_nobody_serves_is_named_with_those_that_are() {
     let errors = service.job(id).await.errors.unwrap();
     assert!(errors.contains("model_not_found") && errors.contains("served are: m"), "{errors}");
     // A worker that is alive makes its models known.
-    use overnight_store::{NewWorker, Workers};
     let worker = NewWorker { id: WorkerId::new(), host: "h".into(), pid: 1, models: vec!["other".into()] };
     service.store.report_worker(&worker).await.unwrap();
     let id = service.submit(&[line("a").replace("\"m\"", "\"other\"")]).await;

@@ -29,11 +29,7 @@ fn from_folder(family: &str) -> Option<Arc<Text>> {
 
 #[track_caller]
 fn assert_matches_goldens(text: &Arc<Text>, family: &str) {
-    assert_matches(text, goldens(family));
-}
-
-fn assert_matches(text: &Arc<Text>, goldens: impl IntoIterator<Item = Golden>) {
-    for golden in goldens {
+    for golden in goldens(family) {
         assert_eq!(text.encode(&golden.text, false).unwrap(), golden.ids, "{:?}", golden.text);
         assert_eq!(text.decode(&golden.ids, false).unwrap(), golden.decoded, "{:?}", golden.text);
         let mut output = OutputText::new(text, &[], OutputRules::default());
@@ -66,8 +62,7 @@ fn llama3_ids_equal_the_reference() {
 fn gguf_vocabulary_gives_the_ids_of_the_tokenizer_file() {
     let Some(path) = fetched("model", "OVERNIGHT_TEST_GGUF", "") else { return };
     let text = Arc::new(Text::from_gguf(&Gguf::open(&path).unwrap()).unwrap());
-    // Known to differ, not mended yet: a literal `▁` in the text, beside a blank, is cut otherwise.
-    assert_matches(&text, goldens("gemma3").into_iter().filter(|golden| !golden.text.contains('▁')));
+    assert_matches_goldens(&text, "gemma3");
     // Field report 42: without its BOS, Gemma's output is garbage.
     assert_eq!(text.encode("Hi", true).unwrap()[0], 2);
     assert_eq!(text.encode("<bos>Hi", true).unwrap(), text.encode("Hi", true).unwrap());

@@ -228,6 +228,17 @@ fn only_control_tokens_end_a_turn_by_their_name() {
 }
 
 #[test]
+fn pieces_of_a_sentencepiece_vocabulary_have_blanks_and_bytes() {
+    use super::huggingface::Alphabet::SentencePiece;
+    use super::sentencepiece::TokenKind::{Byte, Control, Normal, UserDefined};
+    use super::vocabulary::piece;
+    let piece = |kind, token| String::from_utf8(piece(SentencePiece, kind, token)).unwrap();
+    assert_eq!((piece(Normal, "▁x"), piece(UserDefined, "▁▁")), (" x".to_owned(), "  ".to_owned()));
+    assert_eq!((piece(Byte, "<0x41>"), piece(UserDefined, "<0x41>")), ("A".to_owned(), "<0x41>".to_owned()));
+    assert_eq!(piece(Control, "<a▁b>"), "<a▁b>");
+}
+
+#[test]
 fn damaged_tokenizer_files_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let missing = Text::from_dir(folder.path()).unwrap_err().to_string();

@@ -13,7 +13,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use super::huggingface::{Alphabet, HuggingFace};
 use super::pieces::Pieces;
-use super::sentencepiece::{SentencePiece, TokenKind};
+use super::sentencepiece::{BLANK, SentencePiece, TokenKind};
 use super::template::Template;
 use super::{Decoding, Encoder, SpecialTokens, Text, TextError};
 use crate::gguf::{Gguf, Value};
@@ -38,6 +38,16 @@ const END_OF_TURN: &[&str] = &[
 /// has `</s>` as a tag of HTML, which is text.
 pub(super) fn ends_turn(kind: TokenKind, token: &str) -> bool {
     kind == TokenKind::Control && END_OF_TURN.contains(&token)
+}
+
+/// The bytes that a token stands for. Only a byte token spells a byte: a user-defined one is its
+/// own text, in which a SentencePiece vocabulary may have `▁` for a blank.
+pub(super) fn piece(alphabet: Alphabet, kind: TokenKind, token: &str) -> Vec<u8> {
+    match (alphabet, kind) {
+        (Alphabet::SentencePiece, TokenKind::Byte) | (_, TokenKind::Normal) => alphabet.bytes(token),
+        (Alphabet::SentencePiece, TokenKind::UserDefined) => token.replace(BLANK, " ").into_bytes(),
+        _ => token.as_bytes().to_vec(),
+    }
 }
 
 struct Vocabulary<'a> {
@@ -148,13 +158,7 @@ impl Vocabulary<'_> {
         let mut pieces = Pieces::with_capacity(self.tokens.len());
         for (token, kind) in self.tokens.iter().zip(&self.kinds) {
             let special = matches!(kind, TokenKind::Control | TokenKind::Unused);
-            // Only byte tokens spell a byte; a user-defined token is its own text.
-            match (alphabet, kind) {
-                (Alphabet::SentencePiece, TokenKind::Byte) | (_, TokenKind::Normal) => {
-                    pieces.push(&alphabet.bytes(token), special)
-                }
-                _ => pieces.push(token.as_bytes(), special),
-            }
+            pieces.push(&piece(alphabet, *kind, token), special);
         }
         pieces
     }

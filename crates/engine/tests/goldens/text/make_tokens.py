@@ -30,6 +30,7 @@ TEXTS = [
     "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>",
     "https://example.com/a?b=c&d=%20#e_f-g user@example.org C:\\dir\\file.txt",
     "supercalifragilisticexpialidocious antidisestablishmentarianism",
+    "\u2581 x \u2581y a\u2581b\u2581\u2581\u2581 c\n\u2581 d \u2581 \u2581 \u2581" + " \u2581" * 20 + "e \u2581",
 ]
 
 

@@ -3,20 +3,26 @@
 //! `llm_tokenizer_spm`): of all neighbours whose joined text is a token, the pair
 //! with the best score is joined first, the leftmost of equals.
 //!
-//! Owns the vocabulary's lookup tables. Invariant: what is cut at a blank before
-//! merging is only what no token spans, so the cut never changes an id.
+//! Owns the vocabulary's lookup tables. Invariants: what is cut at a blank before
+//! merging is only what no token spans, so the cut never changes an id; outside tokens
+//! that are taken whole, a blank and a written out `▁` are the same.
 //! Knows nothing of BOS or templates.
 
+mod hash;
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
 use std::collections::{BinaryHeap, HashMap, HashSet};
-use std::hash::{BuildHasherDefault, Hasher};
 
 use aho_corasick::{AhoCorasick, MatchKind};
 
 use super::TextError;
 use super::huggingface::byte_token;
+use hash::FastHash;
 
 /// SentencePiece's visible blank.
-const BLANK: char = '\u{2581}';
+pub(super) const BLANK: char = '\u{2581}';
 /// A character that is no token and in no token.
 const NO_ID: u32 = u32::MAX;
 
@@ -61,6 +67,8 @@ pub(super) struct SentencePiece {
     unknown: Option<u32>,
     whole: AhoCorasick,
     whole_ids: Vec<u32>,
+    /// Length and id of tokens taken whole that are nothing but blanks, the longest first.
+    blank_runs: Vec<(usize, u32)>,
     add_space_prefix: bool,
     /// Characters that some token has before an inner blank: no cut after them.
     before_inner_blank: HashSet<char>,
@@ -101,17 +109,36 @@ impl SentencePiece {
             unknown,
             whole: whole_matcher(&[])?,
             whole_ids: Vec::new(),
+            blank_runs: Vec::new(),
             add_space_prefix,
             before_inner_blank: HashSet::new(),
         };
         table.add_chars(tokens, &ids);
         table.add_merges(tokens, scores, &ids);
-        let whole = (0u32..).zip(kinds).filter(|(_, kind)| kind.is_matched_whole());
-        table.whole_ids =
-            whole.map(|(token_id, _)| token_id).filter(|token_id| !tokens[*token_id as usize].is_empty()).collect();
-        let texts: Vec<&str> = table.whole_ids.iter().map(|token_id| tokens[*token_id as usize].as_str()).collect();
-        table.whole = whole_matcher(&texts)?;
+        table.add_whole(tokens, kinds)?;
         Ok(table)
+    }
+
+    /// Tokens that are taken whole. The reference looks for them in the text as it is written, in
+    /// which only `▁` spells a run of blanks, then turns blanks into `▁` and takes runs of both.
+    fn add_whole(&mut self, tokens: &[String], kinds: &[TokenKind]) -> Result<(), TextError> {
+        let mut texts = Vec::new();
+        for ((token_id, token), kind) in (0u32..).zip(tokens).zip(kinds) {
+            if !kind.is_matched_whole() || token.is_empty() {
+                continue;
+            }
+            self.whole_ids.push(token_id);
+            if token.chars().all(is_blank) {
+                let num_blanks = token.chars().count();
+                self.blank_runs.push((num_blanks, token_id));
+                texts.push(Cow::Owned(BLANK.to_string().repeat(num_blanks)));
+            } else {
+                texts.push(Cow::Borrowed(token.as_str()));
+            }
+        }
+        self.blank_runs.sort_unstable_by(|a, b| b.cmp(a));
+        self.whole = whole_matcher(&texts)?;
+        Ok(())
     }
 
     fn add_chars(&mut self, tokens: &[String], ids: &HashMap<&str, u32, FastHash>) {
@@ -193,12 +220,27 @@ impl SentencePiece {
 
     fn encode_raw(&self, text: &str, after_special: bool, scratch: &mut Scratch, out: &mut Vec<u32>) {
         scratch.clear();
-        if self.add_space_prefix && after_special {
-            scratch.push(BLANK, self.char_id(BLANK));
-        }
+        let mut wants_prefix = self.add_space_prefix && after_special;
         let mut previous = BLANK;
-        for char in text.chars() {
-            let char = if char == ' ' { BLANK } else { char };
+        let mut chars = text.chars();
+        loop {
+            let rest = chars.as_str();
+            let Some(char) = chars.next() else { break };
+            let char = if is_blank(char) { BLANK } else { char };
+            if char == BLANK
+                && let Some((num_blanks, token_id)) = self.blank_run(rest)
+            {
+                self.merge_word(scratch, out);
+                scratch.clear();
+                out.push(token_id);
+                chars.by_ref().take(num_blanks - 1).for_each(drop);
+                wants_prefix = self.add_space_prefix;
+                previous = BLANK;
+                continue;
+            }
+            if std::mem::take(&mut wants_prefix) {
+                scratch.push(BLANK, self.char_id(BLANK));
+            }
             if char == BLANK && previous != BLANK && !self.before_inner_blank.contains(&previous) {
                 self.merge_word(scratch, out);
                 scratch.clear();
@@ -207,6 +249,13 @@ impl SentencePiece {
             previous = char;
         }
         self.merge_word(scratch, out);
+    }
+
+    /// The longest token of nothing but blanks that the text begins with, and its length.
+    fn blank_run(&self, text: &str) -> Option<(usize, u32)> {
+        let (longest, _) = self.blank_runs.first()?;
+        let num_blanks = text.chars().take(*longest).take_while(|char| is_blank(*char)).count();
+        self.blank_runs.iter().find(|(len, _)| *len <= num_blanks).copied()
     }
 
     fn merge_word(&self, scratch: &mut Scratch, out: &mut Vec<u32>) {
@@ -261,10 +310,14 @@ impl SentencePiece {
     }
 }
 
-fn whole_matcher(texts: &[&str]) -> Result<AhoCorasick, TextError> {
+fn is_blank(char: char) -> bool {
+    char == ' ' || char == BLANK
+}
+
+fn whole_matcher(texts: &[Cow<'_, str>]) -> Result<AhoCorasick, TextError> {
     AhoCorasick::builder()
         .match_kind(MatchKind::LeftmostLongest)
-        .build(texts)
+        .build(texts.iter().map(|text| text.as_bytes()))
         .map_err(|err| TextError::Load { from: "a GGUF vocabulary".to_owned(), what: err.to_string() })
 }
 
@@ -319,111 +372,4 @@ fn pair(left: u32, right: u32) -> u64 {
 fn ordered(score: f32) -> u32 {
     let bits = score.to_bits();
     if bits >> 31 == 1 { !bits } else { bits | (1 << 31) }
-}
-
-/// Multiplicative hash (Knuth, The Art of Computer Programming 3, 6.4); keys come from the
-/// model's own vocabulary, not from clients.
-type FastHash = BuildHasherDefault<Multiplicative>;
-
-#[derive(Debug, Default, Clone, Copy)]
-struct Multiplicative(u64);
-
-const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-
-impl Hasher for Multiplicative {
-    fn finish(&self) -> u64 {
-        self.0 ^ (self.0 >> 32)
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0u8; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            self.write_u64(u64::from_le_bytes(word));
-        }
-    }
-
-    fn write_u32(&mut self, value: u32) {
-        self.write_u64(u64::from(value));
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        self.0 = (self.0.rotate_left(5) ^ value).wrapping_mul(FACTOR);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn toy(tokens: &[(&str, f32, TokenKind)], add_space_prefix: bool) -> SentencePiece {
-        let texts: Vec<String> = tokens.iter().map(|(text, ..)| (*text).to_owned()).collect();
-        let scores: Vec<f32> = tokens.iter().map(|(_, score, _)| *score).collect();
-        let kinds: Vec<TokenKind> = tokens.iter().map(|(.., kind)| *kind).collect();
-        SentencePiece::new(&texts, &scores, &kinds, Some(0), add_space_prefix).unwrap()
-    }
-
-    use TokenKind::{Byte, Control, Normal, Unknown, UserDefined};
-
-    #[test]
-    fn best_score_is_joined_first_and_the_leftmost_of_equals() {
-        let tokens = [
-            ("<unk>", 0.0, Unknown),
-            ("a", -9.0, Normal),
-            ("b", -9.0, Normal),
-            ("aa", -1.0, Normal),
-            ("ab", -0.5, Normal),
-            ("aab", -3.0, Normal),
-        ];
-        let table = toy(&tokens, false);
-        assert_eq!(table.encode("aab"), [5]);
-        assert_eq!(table.encode("aaa"), [3, 1]);
-        assert_eq!(table.encode("aaab"), [3, 4]);
-    }
-
-    #[test]
-    fn characters_that_are_no_token_become_bytes_or_the_unknown_token() {
-        let tokens = [
-            ("<unk>", 0.0, Unknown),
-            ("é!", -1.0, Normal),
-            ("<0xC3>", 0.0, Byte),
-            ("<0xA9>", 0.0, Byte),
-            ("<0x0A>", 0.0, Byte),
-        ];
-        let table = toy(&tokens, false);
-        // "é" and "!" are no tokens by themselves, yet their join is.
-        assert_eq!(table.encode("é!é"), [1, 2, 3]);
-        assert_eq!(table.encode("\n✓"), [4, 0, 0, 0]);
-    }
-
-    #[test]
-    fn special_tokens_are_taken_whole_and_the_longest_wins() {
-        let tokens = [
-            ("<unk>", 0.0, Unknown),
-            ("▁", -1.0, Normal),
-            ("x", -1.0, Normal),
-            ("▁x", -0.5, Normal),
-            ("<s>", 0.0, Control),
-            ("  ", 0.0, UserDefined),
-            ("   ", 0.0, UserDefined),
-        ];
-        let table = toy(&tokens, true);
-        assert_eq!(table.encode("x<s>x x"), [3, 4, 3, 3]);
-        assert_eq!(table.encode("x   x"), [3, 6, 3]);
-        assert_eq!(toy(&tokens, false).encode("x   x<s>x"), [2, 6, 2, 4, 2]);
-    }
-
-    #[test]
-    fn token_with_an_inner_blank_is_found() {
-        let tokens = [
-            ("<unk>", 0.0, Unknown),
-            (">", -9.0, Normal),
-            ("▁", -9.0, Normal),
-            ("<", -9.0, Normal),
-            ("▁<", -2.0, Normal),
-            (">▁<", -3.0, Normal),
-            ("a", -9.0, Normal),
-        ];
-        assert_eq!(toy(&tokens, false).encode("a> <a <"), [6, 5, 6, 4]);
-    }
 }

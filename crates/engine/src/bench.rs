@@ -106,6 +106,7 @@ pub async fn run_throughput(
         while num_ended < num_requests {
             for event in receiver.recv().await.ok_or(BenchError::Lost)? {
                 match event {
+                    Event::Begun { .. } => {}
                     Event::Failed { error, .. } => return Err(BenchError::Request(error)),
                     Event::Output(output) => {
                         if let Some(finish) = output.finish {

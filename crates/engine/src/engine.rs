@@ -99,7 +99,10 @@ impl Engine {
         let rows = self.plan.rows.iter().map(|&row| {
             let choice = row.samples.then(|| row.logits_start + row.num_logits - 1);
             self.scheduler.note_started(row.sequence, choice);
-            let sequence = self.scheduler.sequence(row.sequence);
+            let sequence = self.scheduler.sequence_mut(row.sequence);
+            if std::mem::take(&mut sequence.tells_begin) {
+                output.begun.push(sequence.id);
+            }
             StartedRow { row, arrival: sequence.arrival, num_computed: sequence.num_computed }
         });
         self.started.push_back(Started {

@@ -137,7 +137,8 @@ struct Shared {
 /// To the output thread.
 enum Mail {
     Register(Box<Registration>),
-    Outputs(Vec<SequenceOutput>),
+    /// Requests that began, then outputs.
+    Outputs(Vec<RequestId>, Vec<SequenceOutput>),
     FailAll(RequestError),
 }
 
@@ -417,6 +418,8 @@ struct EngineThread {
     engine: Engine,
     shared: Arc<Shared>,
     to_outputs: SyncSender<Mail>,
+    /// Begun, and not handed over yet.
+    begun: Vec<RequestId>,
     /// Outputs not handed over yet.
     outputs: Vec<SequenceOutput>,
     must_hand_over: bool,
@@ -424,7 +427,7 @@ struct EngineThread {
 
 impl EngineThread {
     fn new(engine: Engine, shared: Arc<Shared>, to_outputs: SyncSender<Mail>) -> Self {
-        Self { engine, shared, to_outputs, outputs: Vec::new(), must_hand_over: false }
+        Self { engine, shared, to_outputs, begun: Vec::new(), outputs: Vec::new(), must_hand_over: false }
     }
 
     /// Steps until closed or broken, then fails what is left.
@@ -466,6 +469,8 @@ impl EngineThread {
             fail::fail_point!("engine::step");
             let step = self.engine.step()?;
             self.note(&step, started);
+            self.must_hand_over |= !step.begun.is_empty();
+            self.begun.extend(step.begun);
             for output in step.outputs {
                 self.keep(output);
             }
@@ -541,9 +546,10 @@ impl EngineThread {
 
     fn hand_over(&mut self) {
         self.must_hand_over = false;
-        if !self.outputs.is_empty() {
+        if !self.begun.is_empty() || !self.outputs.is_empty() {
+            let begun = std::mem::take(&mut self.begun);
             let outputs = std::mem::take(&mut self.outputs);
-            self.send(Mail::Outputs(outputs));
+            self.send(Mail::Outputs(begun, outputs));
         }
     }
 
@@ -595,7 +601,8 @@ fn run_outputs(mut outputs: Outputs, shared: &Shared, mail: &Receiver<Mail>) {
             for mail in std::iter::once(first).chain(mail.try_iter()) {
                 match mail {
                     Mail::Register(registration) => outputs.register(*registration),
-                    Mail::Outputs(batch) => {
+                    Mail::Outputs(begun, batch) => {
+                        begun.into_iter().for_each(|id| outputs.begin(id));
                         batch.into_iter().for_each(|output| outputs.take(output));
                         let ended = outputs.deliver();
                         if !ended.is_empty() {

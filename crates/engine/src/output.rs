@@ -16,6 +16,13 @@ use crate::text::{OutputRules, OutputText, Text};
 /// What comes back for a request.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
+    /// A step computes the request for the first time. Comes once, before anything else of it,
+    /// to requests of class [`Class::Job`](crate::request::Class::Job) only: nobody waits for an answer there, so the time
+    /// before it says nothing.
+    Begun {
+        /// Whose.
+        id: RequestId,
+    },
     /// Something generated; the last one has `finish` set.
     Output(TokenOutput),
     /// The last event of a request that got no answer.
@@ -158,6 +165,13 @@ impl Outputs {
         self.live.insert(live.registration.id, live);
     }
 
+    /// Notes that a step computes this request for the first time.
+    pub fn begin(&mut self, id: RequestId) {
+        if let Some(live) = self.live.get(&id) {
+            self.round.push(&live.registration.sink, Event::Begun { id });
+        }
+    }
+
     /// Takes what a step brought for a request. What comes after its end here, because
     /// the engine had not heard of a stop text yet, is dropped.
     pub fn take(&mut self, output: SequenceOutput) {
@@ -170,7 +184,7 @@ impl Outputs {
         let Some(event) = event else { return };
         let reason = match &event {
             Event::Output(output) => output.finish.as_ref().map(|finish| finish.reason),
-            Event::Failed { .. } => None,
+            Event::Begun { .. } | Event::Failed { .. } => None,
         };
         let is_last = reason.is_some() || matches!(event, Event::Failed { .. });
         self.round.push(&live.registration.sink, event);
@@ -198,14 +212,16 @@ impl Outputs {
             let ids: Vec<RequestId> = events
                 .iter()
                 .filter_map(|event| match event {
+                    Event::Begun { id } => Some(*id),
                     Event::Output(output) if output.finish.is_none() => Some(output.id),
                     _ => None,
                 })
                 .collect();
             if !sink(events) {
                 for id in ids {
-                    self.live.remove(&id);
-                    ended.push(EndedHere { id, reason: Some(FinishReason::Abort) });
+                    if self.live.remove(&id).is_some() {
+                        ended.push(EndedHere { id, reason: Some(FinishReason::Abort) });
+                    }
                 }
             }
         }

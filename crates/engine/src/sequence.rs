@@ -61,6 +61,8 @@ pub struct Sequence {
     pub ending_ids: Vec<u32>,
     /// Somebody must see each step's token at once (streaming, stop texts).
     pub is_watched: bool,
+    /// Somebody is to be told when a step computes it, which none has done yet.
+    pub tells_begin: bool,
 }
 
 impl Sequence {
@@ -77,6 +79,7 @@ impl Sequence {
         Self {
             id: request.id,
             class: request.class,
+            tells_begin: request.class == Class::Job,
             arrival,
             num_prompt_tokens,
             num_computed: 0,

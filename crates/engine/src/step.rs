@@ -153,6 +153,8 @@ pub struct StepOutput {
     pub num_decode_rows: u32,
     /// Sequences preempted while planning.
     pub num_preempted: u32,
+    /// Requests that a step computes for the first time, of those whose caller is told.
+    pub begun: Vec<RequestId>,
     /// Per request whose state moved on visibly.
     pub outputs: Vec<SequenceOutput>,
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use overnight_engine::request::Class;
 use overnight_engine::{Finish, FinishReason, RequestId, TokenOutput};
 use overnight_worker::generate::{
     EngineState, EngineStatus, Failure, Generate, Input, NotAccepting, Output, OutputSender, Request,
@@ -54,8 +55,10 @@ type Rule = Box<dyn Fn(&Ask) -> Reply + Send + Sync>;
 #[derive(Debug)]
 struct Held {
     id: RequestId,
+    class: Class,
     output: Option<Output>,
     outputs: OutputSender,
+    has_begun: bool,
 }
 
 #[derive(Debug)]
@@ -76,6 +79,7 @@ pub struct ScriptedGenerate {
     rule: Arc<Rule>,
     state: Arc<Mutex<State>>,
     max_num_seqs: u32,
+    running_max: usize,
     models: Vec<String>,
 }
 
@@ -103,6 +107,7 @@ impl ScriptedGenerate {
             rule: Arc::new(rule),
             state: Arc::new(Mutex::new(state)),
             max_num_seqs: 16,
+            running_max: usize::MAX,
             models: vec!["*".to_owned()],
         }
     }
@@ -116,6 +121,13 @@ impl ScriptedGenerate {
     pub fn serving(mut self, models: &[&str], max_num_seqs: u32) -> Self {
         self.models = models.iter().map(|&model| model.to_owned()).collect();
         self.max_num_seqs = max_num_seqs;
+        self
+    }
+
+    /// The same engine, which begins only so many of the requests that it holds, the oldest
+    /// first, whatever it says of its sequences: the others wait in it.
+    pub fn running_at_most(mut self, running_max: usize) -> Self {
+        self.running_max = running_max;
         self
     }
 
@@ -156,6 +168,7 @@ impl ScriptedGenerate {
                 let _ = held.outputs.send(vec![output]);
             }
         }
+        self.begin_next();
     }
 
     /// Answers everything held.
@@ -178,6 +191,7 @@ impl ScriptedGenerate {
         for held in failed {
             let _ = held.outputs.send(vec![Output::Failed { id: held.id, failure: failure.clone() }]);
         }
+        self.begin_next();
     }
 
     /// Sets where the engine stands. Poisoned, it fails what it holds and takes nothing.
@@ -226,6 +240,22 @@ impl ScriptedGenerate {
         for held in gone {
             let _ = held.outputs.send(vec![Output::Failed { id: held.id, failure: Failure::Cancelled }]);
         }
+        self.begin_next();
+    }
+
+    /// Begins what is held, as far as there is room, and tells jobs of it.
+    fn begin_next(&self) {
+        let mut state = self.lock();
+        if state.is_hung {
+            return;
+        }
+        let room = self.running_max.saturating_sub(num_begun(&state.held));
+        for held in state.held.iter_mut().filter(|held| !held.has_begun).take(room) {
+            held.has_begun = true;
+            if held.class == Class::Job {
+                let _ = held.outputs.send(vec![Output::Begun { id: held.id }]);
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -248,6 +278,10 @@ impl ScriptedGenerate {
         };
         (self.rule)(&ask)
     }
+}
+
+fn num_begun(held: &[Held]) -> usize {
+    held.iter().filter(|held| held.has_begun).count()
 }
 
 /// What [`ScriptedGenerate::echo`] answers to a body.
@@ -308,12 +342,14 @@ impl Generate for ScriptedGenerate {
             };
             if is_held {
                 let mut state = self.lock();
-                state.held.push(Held { id, output, outputs: outputs.clone() });
+                let (class, outputs) = (request.class, outputs.clone());
+                state.held.push(Held { id, class, output, outputs, has_begun: false });
                 state.in_flight_max = state.in_flight_max.max(state.held.len());
             } else {
                 answers.extend(output);
             }
         }
+        self.begin_next();
         let _ = outputs.send(answers);
         Ok(())
     }
@@ -331,11 +367,13 @@ impl Generate for ScriptedGenerate {
 
     fn status(&self) -> EngineStatus {
         let state = self.lock();
+        let count = |num: usize| u32::try_from(num).expect("tests hold few requests");
+        let num_running = num_begun(&state.held);
         EngineStatus {
             state: state.engine.clone(),
             models: self.models.clone(),
-            num_running: u32::try_from(state.held.len()).expect("tests hold few requests"),
-            num_waiting: 0,
+            num_running: count(num_running),
+            num_waiting: count(state.held.len() - num_running),
             max_num_seqs: self.max_num_seqs,
             kv_cache_usage: 0.0,
             last_progress: state.last_progress.unwrap_or_else(Instant::now),

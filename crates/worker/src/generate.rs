@@ -37,6 +37,13 @@ pub enum Input {
 /// What comes back, tagged with the request's id.
 #[derive(Debug, Clone)]
 pub enum Output {
+    /// The engine has taken a job's request up: its time limit counts from now. At most once,
+    /// before its other outputs. An engine that keeps a limit of its own, as the remote one's
+    /// client does, need not tell.
+    Begun {
+        /// Whose.
+        id: RequestId,
+    },
     /// From the local engine; the last one has `finish` set.
     Tokens(TokenOutput),
     /// From a remote engine; the only output of its request.
@@ -64,13 +71,14 @@ impl Output {
     pub fn id(&self) -> RequestId {
         match self {
             Output::Tokens(tokens) => tokens.id,
-            Output::Response { id, .. } | Output::Failed { id, .. } => *id,
+            Output::Begun { id } | Output::Response { id, .. } | Output::Failed { id, .. } => *id,
         }
     }
 
     /// Whether no further output of the request follows.
     pub fn is_last(&self) -> bool {
         match self {
+            Output::Begun { .. } => false,
             Output::Tokens(tokens) => tokens.finish.is_some(),
             Output::Response { .. } | Output::Failed { .. } => true,
         }

@@ -118,6 +118,7 @@ impl Generate for LocalEngine {
 
 fn output_of(event: Event) -> Output {
     match event {
+        Event::Begun { id } => Output::Begun { id },
         Event::Output(output) => {
             let aborted = output.finish.as_ref().is_some_and(|finish| finish.reason == FinishReason::Abort);
             if aborted {
@@ -251,18 +252,16 @@ mod tests {
         let body = Request { id, class: Class::Job, input };
         local.submit(vec![bad.clone(), good.clone(), body], sender).await.expect("it takes requests");
         let outputs = all(receiver).await;
-        assert_eq!(outputs.len(), 3);
+        assert_eq!(outputs.len(), 4);
         let refused = |id| match failure(&outputs, id) {
             Failure::Refused { status, code, .. } => (*status, code.clone()),
             other => panic!("{other:?}"),
         };
         assert_eq!(refused(bad.id), (400, "invalid_token_id".to_owned()));
         assert_eq!(refused(id), (400, "unsupported_input".to_owned()));
-        let said = outputs.iter().find_map(|output| match output {
-            Output::Tokens(tokens) if tokens.id == good.id => Some(tokens.token_ids.clone()),
-            _ => None,
-        });
-        assert_eq!(said, Some(vec![1, 1, 1]));
+        let of_good: Vec<_> = outputs.iter().filter(|output| output.id() == good.id).collect();
+        let [Output::Begun { .. }, Output::Tokens(said)] = of_good.as_slice() else { panic!("{of_good:?}") };
+        assert_eq!(said.token_ids, [1, 1, 1]);
     }
 
     #[tokio::test]

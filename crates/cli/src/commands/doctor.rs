@@ -384,7 +384,7 @@ async fn one_token(started: &engine::Started) -> Result<String, String> {
         for event in events {
             match event {
                 Event::Output(output) if output.finish.is_some() => return Ok(output.text),
-                Event::Output(_) => {}
+                Event::Begun { .. } | Event::Output(_) => {}
                 Event::Failed { error, .. } => return Err(error.to_string()),
             }
         }

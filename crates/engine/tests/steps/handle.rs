@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use overnight_engine::bench::{BenchError, ThroughputOptions, run_throughput};
 use overnight_engine::output::{Event, Sink};
+use overnight_engine::request::Class;
 use overnight_engine::{
     Engine, EngineHandle, EngineState, FinishReason, Request, RequestError, SamplingParams, StopReason, StopRules,
     TokenOutput,
@@ -43,6 +44,7 @@ async fn until_ended(receiver: &mut UnboundedReceiver<Vec<Event>>, num: usize) -
         let message = tokio::time::timeout(PATIENCE, receiver.recv()).await;
         for event in message.expect("an event in time").expect("the engine keeps the sink") {
             num_ended += usize::from(match &event {
+                Event::Begun { .. } => false,
                 Event::Output(output) => output.finish.is_some(),
                 Event::Failed { .. } => true,
             });
@@ -82,6 +84,26 @@ async fn streamed_and_whole_answers_are_equal() {
     assert_eq!(whole[0].token_ids, stream.iter().flat_map(|output| output.token_ids.clone()).collect::<Vec<_>>());
     assert_eq!(whole[0].text, stream.iter().map(|output| output.text.as_str()).collect::<String>());
     assert_eq!(whole[0].text, text().decode(&whole[0].token_ids, true).expect("text"));
+}
+
+#[tokio::test]
+async fn job_hears_once_that_it_begins_and_an_online_request_never() {
+    let handle = start(&Bed { max_num_seqs: 2, ..Bed::default() });
+    let jobs: Vec<_> = (0..6).map(|salt| request(prompt(salt, 9), 1 + salt as u32 * 3)).collect();
+    let online = Request { class: Class::Online, ..request(prompt(7, 9), 5) };
+    let refused = request(vec![], 5);
+    let (sink, mut receiver) = channel();
+    let all = [jobs.clone(), vec![online.clone(), refused.clone()]].concat();
+    handle.submit(all, sink).await.expect("it takes requests");
+    let events = until_ended(&mut receiver, 8).await;
+    let is_begun = |event: &&Event| matches!(event, Event::Begun { .. });
+    for job in &jobs {
+        let begins = events.iter().position(|event| *event == Event::Begun { id: job.id });
+        let answered = events.iter().position(|event| matches!(event, Event::Output(output) if output.id == job.id));
+        assert!(begins.is_some() && begins < answered, "{begins:?}, {answered:?}");
+    }
+    assert_eq!(events.iter().filter(is_begun).count(), jobs.len());
+    assert_eq!(events.len(), 2 * jobs.len() + 2);
 }
 
 /// Field report 1, 8, 9: a refused request fails alone, at once; its neighbours finish.

@@ -67,7 +67,7 @@ fn feed_ids(request: &Request, ids: &[u32], end: Option<FinishReason>) -> (Vec<T
     let messages = messages.lock().expect("whole").clone();
     let outputs = messages.into_iter().flatten().map(|event| match event {
         Event::Output(output) => output,
-        Event::Failed { error, .. } => panic!("{error}"),
+        other => panic!("{other:?}"),
     });
     (outputs.collect(), ended)
 }
@@ -197,4 +197,22 @@ fn request_that_nobody_listens_to_is_ended() {
     outputs.register(Registration::new(&request, Arc::new(|_| false)));
     outputs.take(token(&request, id('a'), None, 1));
     assert_eq!(outputs.deliver(), [EndedHere { id: request.id, reason: Some(FinishReason::Abort) }]);
+}
+
+#[test]
+fn request_that_nobody_hears_begin_is_ended_and_one_that_ended_does_not_begin() {
+    let mut outputs = Outputs::new(Some(text()));
+    let (unheard, ended) = (with_stop(&[], false), with_stop(&[], false));
+    outputs.register(Registration::new(&unheard, Arc::new(|_| false)));
+    outputs.begin(unheard.id);
+    assert_eq!(outputs.deliver(), [EndedHere { id: unheard.id, reason: Some(FinishReason::Abort) }]);
+    let (sink, messages) = sink();
+    outputs.register(Registration::new(&ended, sink));
+    outputs.begin(ended.id);
+    outputs.take(token(&ended, id('a'), Some(FinishReason::Length), 1));
+    outputs.begin(ended.id);
+    assert!(outputs.deliver().is_empty());
+    let messages = messages.lock().expect("whole").clone();
+    let [Event::Begun { id }, Event::Output(_)] = messages[0].as_slice() else { panic!("{messages:?}") };
+    assert_eq!((*id, messages.len()), (ended.id, 1), "both in one message");
 }

@@ -222,6 +222,30 @@ fn job_items_are_not_starved_by_online_requests_without_end() {
 }
 
 #[test]
+fn begin_is_told_once_however_often_a_sequence_is_let_in() {
+    for is_ahead in [false, true] {
+        let pressed = Bed { num_blocks: 40, max_model_len: 320, expected_output_min: 1, ..Bed::default() };
+        let bed = Bed { max_num_seqs: 4, is_ahead, ..pressed };
+        let jobs: Vec<_> = (0..8).map(|salt| request(prompt(salt, 8), 300)).collect();
+        let online = Request { class: Class::Online, ..request(prompt(9, 8), 30) };
+        let mut engine = bed.engine();
+        jobs.iter().chain([&online]).for_each(|request| engine.add(request.clone()).expect("fits"));
+        let (mut begun, mut num_by_step) = (Vec::new(), Vec::new());
+        while !engine.is_idle() {
+            let step = engine.step().expect("works");
+            begun.extend(step.begun);
+            num_by_step.push(begun.len());
+            for output in step.outputs {
+                assert!(begun.contains(&output.id) || output.id == online.id, "an output of what has not begun");
+            }
+        }
+        assert!(engine.scheduler().num_preemptions() > 0, "there was no pressure");
+        assert_eq!(num_by_step[0], 3, "beside the online one");
+        assert_eq!(begun, jobs.iter().map(|request| request.id).collect::<Vec<_>>());
+    }
+}
+
+#[test]
 fn requests_start_in_the_order_they_came() {
     let bed = Bed { max_num_seqs: 1, ..Bed::default() };
     let requests: Vec<_> = (0..5).map(|salt| request(prompt(salt, 5 + (5 - salt as u32) * 9), 3)).collect();

@@ -90,6 +90,7 @@ impl Answer {
             return AnswerState::Pending;
         }
         let state = match output {
+            Output::Begun { .. } => AnswerState::Pending,
             Output::Tokens(tokens) => self.push_tokens(tokens),
             Output::Response { status, body, .. } => AnswerState::Done(remote::judge(status, body)),
             Output::Failed { failure: refused @ Failure::Refused { .. }, .. } => {
@@ -119,6 +120,7 @@ impl Answer {
             return StreamStep::default();
         }
         match output {
+            Output::Begun { .. } => StreamStep::default(),
             Output::Tokens(tokens) => self.stream_tokens(tokens),
             Output::Response { status, body, .. } => self.stream_failed(remote::judge(status, body)),
             Output::Failed { failure, .. } => self.stream_failed(failure_response(&failure)),

@@ -70,8 +70,7 @@ type Submitted = (Vec<RequestId>, std::thread::Result<Result<(), NotAccepting>>)
 
 impl Desk {
     pub(crate) fn new(generate: Arc<dyn Generate>, config: &WorkerConfig) -> Self {
-        let limits =
-            PlannerLimits { items_max: 1, bytes_max: config.window_bytes_max, requests_max: 1, running_max: 1 };
+        let limits = PlannerLimits { items_max: 1, bytes_max: config.window_bytes_max, requests_max: 1 };
         let inner = Inner {
             state: Mutex::new(State { planner: Planner::new(limits), seats: HashMap::new() }),
             work: Notify::new(),
@@ -90,7 +89,7 @@ impl Desk {
         let running_max = status.max_num_seqs.max(1);
         let items_max = inner.window_items_max.unwrap_or(running_max.saturating_mul(WINDOW_PER_SEQ)).max(1);
         let requests_max = items_max.min(running_max.saturating_mul(AHEAD_PER_SEQ));
-        let limits = PlannerLimits { items_max, bytes_max: inner.bytes_max, requests_max, running_max };
+        let limits = PlannerLimits { items_max, bytes_max: inner.bytes_max, requests_max };
         let mut state = inner.lock();
         let before = state.planner.limits();
         state.planner.set_limits(limits);
@@ -169,6 +168,7 @@ impl Desk {
     }
 
     fn note(&self, (ids, end): Submitted) {
+        let now = Instant::now();
         let mut deliveries = Deliveries::new();
         let mut state = self.inner.lock();
         let cancelled = match end {
@@ -176,7 +176,7 @@ impl Desk {
             Ok(Err(not_accepting)) => {
                 let failure = Failure::EngineTrouble { message: not_accepting.to_string() };
                 for id in ids {
-                    state.planner.receive(Output::Failed { id, failure: failure.clone() }, &mut deliveries);
+                    state.planner.receive(Output::Failed { id, failure: failure.clone() }, now, &mut deliveries);
                 }
                 Vec::new()
             }
@@ -188,15 +188,20 @@ impl Desk {
     }
 
     fn receive(&self, first: Vec<Output>, more: &mut mpsc::UnboundedReceiver<Vec<Output>>) {
+        let now = Instant::now();
         let mut deliveries = Deliveries::new();
         let mut state = self.inner.lock();
         let more = std::iter::from_fn(|| more.try_recv().ok()).take(MESSAGES_MAX);
         for output in std::iter::once(first).chain(more).flatten() {
-            state.planner.receive(output, &mut deliveries);
+            state.planner.receive(output, now, &mut deliveries);
         }
+        // What only begins makes no room.
+        let is_change = !deliveries.is_empty();
         state.deliver(deliveries);
         drop(state);
-        self.inner.left(&[]);
+        if is_change {
+            self.inner.left(&[]);
+        }
     }
 
     fn end_overdue(&self) {

@@ -81,8 +81,9 @@ pub(super) enum Stage {
     /// At the engine.
     Running {
         handed_over_at: Timestamp,
-        /// It may have begun once this many requests have left the engine.
-        turn: u64,
+        /// Requests that the engine has begun and not ended.
+        num_begun: usize,
+        /// When it began the last one of them.
         begun_at: Option<Instant>,
     },
 }
@@ -105,7 +106,6 @@ pub(super) struct Entry {
     pub(super) chain: Chain,
     pub(super) length: u32,
     pub(super) num_bytes: u64,
-    pub(super) is_local: bool,
     /// Entries handed over before it came.
     pub(super) num_taken_before: u64,
     pub(super) stage: Stage,
@@ -131,7 +131,6 @@ impl Entry {
             priority,
             item,
             num_bytes: offer.num_bytes(),
-            is_local: matches!(offer.requests[0].input, Input::Tokens(_)),
             chain: offer.chain,
             length: offer.length,
             requests: offer.requests,
@@ -145,12 +144,37 @@ impl Entry {
     }
 
     /// Gives its requests away; keeps a copy for others to be compared with.
-    pub(super) fn hand_over(&mut self, now: Timestamp, turn: u64) -> Vec<Request> {
-        self.stage = Stage::Running { handed_over_at: now, turn, begun_at: None };
+    pub(super) fn hand_over(&mut self, now: Timestamp) -> Vec<Request> {
+        self.stage = Stage::Running { handed_over_at: now, num_begun: 0, begun_at: None };
         self.handed_over = self.requests.iter().map(|request| request.id).collect();
         match self.merge {
             Some(_) => self.requests.clone(),
             None => std::mem::take(&mut self.requests),
+        }
+    }
+
+    /// The engine begins one of its requests.
+    pub(super) fn begin(&mut self, now: Instant) {
+        let Stage::Running { num_begun, begun_at, .. } = &mut self.stage else { return };
+        *num_begun += 1;
+        *begun_at = Some(now);
+    }
+
+    /// A request has ended, that had begun or not.
+    pub(super) fn end_one(&mut self, had_begun: bool) {
+        self.num_open -= 1;
+        let Stage::Running { num_begun, begun_at, .. } = &mut self.stage else { return };
+        *num_begun -= usize::from(had_begun);
+        if *num_begun == 0 {
+            *begun_at = None;
+        }
+    }
+
+    /// When the engine began what it computes of it now: the last one of its requests that run.
+    pub(super) fn begun_at(&self) -> Option<Instant> {
+        match self.stage {
+            Stage::Running { begun_at, .. } => begun_at,
+            Stage::Waiting => None,
         }
     }
 
@@ -208,6 +232,7 @@ pub(super) fn is_same(a: &Input, b: &Input) -> bool {
 /// The same output for another request.
 pub(super) fn renamed(output: &Output, id: RequestId) -> Output {
     match output.clone() {
+        Output::Begun { .. } => Output::Begun { id },
         Output::Tokens(tokens) => Output::Tokens(TokenOutput { id, ..tokens }),
         Output::Response { status, body, retry_after, .. } => Output::Response { id, status, body, retry_after },
         Output::Failed { failure, .. } => Output::Failed { id, failure },

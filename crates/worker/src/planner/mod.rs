@@ -27,7 +27,7 @@ pub(crate) use entry::{Deliveries, Delivery, Event, MergeKey, Offer, merge_key};
 pub(crate) use order::{Chain, chain_of, length_of};
 
 use crate::generate::{Output, Request, RequestId};
-use entry::{Entry, Member, Stage, is_same, renamed};
+use entry::{Entry, Member, is_same, renamed};
 use order::Sortable;
 
 /// Times that the window may be handed over anew before an entry that was passed over goes first.
@@ -42,8 +42,6 @@ pub(crate) struct PlannerLimits {
     pub(crate) bytes_max: u64,
     /// Requests at the engine; one entry may pass it.
     pub(crate) requests_max: u32,
-    /// Of these, how many the engine runs at once.
-    pub(crate) running_max: u32,
 }
 
 /// Items in the window.
@@ -79,6 +77,13 @@ struct SeatState {
 /// Rises, so that the lowest is the oldest.
 type EntryId = u64;
 
+/// Of a request at the engine.
+#[derive(Debug, Clone, Copy)]
+struct Route {
+    entry: EntryId,
+    has_begun: bool,
+}
+
 /// The window.
 #[derive(Debug)]
 pub(crate) struct Planner {
@@ -88,7 +93,7 @@ pub(crate) struct Planner {
     /// Entries that may be joined.
     merges: HashMap<MergeKey, Vec<EntryId>>,
     /// Requests at the engine.
-    routes: HashMap<RequestId, EntryId>,
+    routes: HashMap<RequestId, Route>,
     waiting: BTreeSet<EntryId>,
     /// Waiting entries in order, with others among them that wait no more.
     plan: VecDeque<EntryId>,
@@ -97,8 +102,6 @@ pub(crate) struct Planner {
     last_chain: Chain,
     /// Entries ever handed over.
     num_taken: u64,
-    /// Requests that ever left the engine.
-    num_left: u64,
     num_bytes: u64,
     alone: Option<Ticket>,
     next_entry: EntryId,
@@ -118,7 +121,6 @@ impl Planner {
             is_planned: true,
             last_chain: Chain::new(),
             num_taken: 0,
-            num_left: 0,
             num_bytes: 0,
             alone: None,
             next_entry: 0,
@@ -215,10 +217,10 @@ impl Planner {
             if !self.routes.is_empty() && self.routes.len() + num > self.limits.requests_max as usize {
                 break;
             }
-            let num_ahead = (self.routes.len() + num).saturating_sub(self.limits.running_max as usize);
-            self.routes.extend(entry.requests.iter().map(|request| (request.id, id)));
+            let route = Route { entry: id, has_begun: false };
+            self.routes.extend(entry.requests.iter().map(|request| (request.id, route)));
             self.last_chain.clone_from(&entry.chain);
-            requests.extend(entry.hand_over(now, self.num_left + num_ahead as u64));
+            requests.extend(entry.hand_over(now));
             self.waiting.remove(&id);
             self.num_taken += 1;
         }
@@ -258,11 +260,19 @@ impl Planner {
         self.is_planned = true;
     }
 
-    /// Takes an output of the engine and says who gets what.
-    pub(crate) fn receive(&mut self, output: Output, deliveries: &mut Deliveries) {
+    /// Takes an output of the engine, which came at `now`, and says who gets what.
+    pub(crate) fn receive(&mut self, output: Output, now: Instant, deliveries: &mut Deliveries) {
         let request = output.id();
-        let Some(&id) = self.routes.get(&request) else { return };
+        let Some(route) = self.routes.get_mut(&request) else { return };
+        let id = route.entry;
         let entry = self.entries.get_mut(&id).expect("a routed entry is in the window");
+        if matches!(output, Output::Begun { .. }) {
+            if !std::mem::replace(&mut route.has_begun, true) {
+                entry.begin(now);
+            }
+            return;
+        }
+        let had_begun = route.has_begun;
         let started_at = entry.started_at();
         let mut deliver = |member: &Member, event| {
             let started_at = started_at.max(member.joined_at);
@@ -280,36 +290,29 @@ impl Planner {
             }
         }
         if is_last {
-            entry.num_open -= 1;
+            entry.end_one(had_begun);
             let is_over = entry.num_open == 0;
             self.routes.remove(&request);
-            self.num_left += 1;
             if is_over {
                 self.forget(id);
             }
         }
     }
 
-    /// Ends what the engine took up more than `limit` ago: says who hears of it, and returns
-    /// what must be cancelled. The limit counts from when the engine may have begun: once so
-    /// many requests have left it that this one was among those that it runs.
+    /// Ends what the engine began more than `limit` ago: says who hears of it, and returns what
+    /// must be cancelled. An item of several requests is given the limit anew with each that
+    /// begins, and none while those left wait at the engine.
     pub(crate) fn end_overdue(&mut self, now: Instant, limit: Duration, deliveries: &mut Deliveries) -> Vec<RequestId> {
-        let mut overdue = Vec::new();
-        for (&id, entry) in &mut self.entries {
-            let Stage::Running { turn, begun_at, .. } = &mut entry.stage else { continue };
-            if begun_at.is_none() && entry.is_local && *turn <= self.num_left {
-                *begun_at = Some(now);
-            }
-            if begun_at.is_some_and(|at| now.duration_since(at) > limit) {
-                overdue.push(id);
-            }
-        }
+        let is_overdue = |entry: &Entry| entry.begun_at().is_some_and(|at| now.duration_since(at) > limit);
+        let overdue: Vec<EntryId> =
+            self.entries.iter().filter(|(_, entry)| is_overdue(entry)).map(|(&id, _)| id).collect();
         overdue.into_iter().flat_map(|id| self.end(id, &Event::Overdue, deliveries)).collect()
     }
 
     /// Ends the entries of these requests, for an engine that panicked over them.
     pub(crate) fn break_off(&mut self, requests: &[RequestId], deliveries: &mut Deliveries) -> Vec<RequestId> {
-        let mut entries: Vec<EntryId> = requests.iter().filter_map(|id| self.routes.get(id)).copied().collect();
+        let routes = requests.iter().filter_map(|id| self.routes.get(id));
+        let mut entries: Vec<EntryId> = routes.map(|route| route.entry).collect();
         entries.dedup();
         entries.into_iter().flat_map(|id| self.end(id, &Event::Broken, deliveries)).collect()
     }
@@ -340,12 +343,10 @@ impl Planner {
                 self.merges.remove(&merge);
             }
         }
-        let open: Vec<RequestId> = match entry.num_open {
+        match entry.num_open {
             0 => Vec::new(),
             _ => entry.ids().filter(|request| self.routes.remove(request).is_some()).collect(),
-        };
-        self.num_left += open.len() as u64;
-        open
+        }
     }
 
     /// An item needs no more answers. Returns what must be cancelled.

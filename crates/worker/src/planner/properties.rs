@@ -17,10 +17,16 @@ enum Action {
     Take,
     /// Which running request ends, and whether well.
     End(usize, bool),
+    /// Which running request begins.
+    Begin(usize),
+    /// So many seconds pass, then time limits are looked at.
+    EndOverdue(u64),
     Withdraw(usize),
     Leave(usize),
     SettleAny(usize),
 }
+
+const TIME_LIMIT: Duration = Duration::from_secs(10);
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
     let enter = (0usize..6, 0u32..3, 1u32..40, any::<bool>(), 1usize..4)
@@ -30,6 +36,8 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         12 => enter,
         4 => Just(Action::Take),
         8 => (any::<usize>(), any::<bool>()).prop_map(|(which, well)| Action::End(which, well)),
+        8 => any::<usize>().prop_map(Action::Begin),
+        4 => (0u64..8).prop_map(Action::EndOverdue),
         1 => (0usize..6).prop_map(Action::Withdraw),
         1 => (0usize..6).prop_map(Action::Leave),
         1 => (0usize..40).prop_map(Action::SettleAny),
@@ -41,8 +49,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     /// Every item that stays gets the last output of each of its requests, once, and nothing
-    /// after it; the bounds hold; equal greedy requests are never twice in the window; in the
-    /// end nothing is left behind.
+    /// after it, or hears that it is overdue, when something of it began that long ago and has
+    /// not ended; the bounds hold; equal greedy requests are never twice in the window; in the end
+    /// nothing is left behind.
     #[test]
     fn every_item_gets_exactly_one_outcome(actions in actions()) {
         let mut planner = Planner::new(LIMITS);
@@ -51,6 +60,9 @@ proptest! {
         let mut open: BTreeMap<(Ticket, u32), usize> = BTreeMap::new();
         let mut running: Vec<Request> = Vec::new();
         let mut next_bit = 0;
+        let mut clock = Instant::now();
+        let mut begun: BTreeMap<RequestId, Instant> = BTreeMap::new();
+        let mut entry_of: BTreeMap<RequestId, EntryId> = BTreeMap::new();
         let ending = std::iter::repeat_n([Action::Take, Action::End(0, true)], 500).flatten();
         for action in actions.into_iter().chain(ending) {
             match action {
@@ -64,7 +76,41 @@ proptest! {
                     }
                     next_bit += 1;
                 }
-                Action::Take => running.extend(planner.take(now())),
+                Action::Take => {
+                    let taken = planner.take(now());
+                    entry_of.extend(taken.iter().map(|request| (request.id, planner.routes[&request.id].entry)));
+                    running.extend(taken);
+                }
+                Action::Begin(which) if !running.is_empty() => {
+                    let id = running[which % running.len()].id;
+                    begun.entry(id).or_insert(clock);
+                    let mut deliveries = Deliveries::new();
+                    planner.receive(Output::Begun { id }, clock, &mut deliveries);
+                    prop_assert!(deliveries.is_empty());
+                }
+                Action::EndOverdue(seconds) => {
+                    clock += Duration::from_secs(seconds);
+                    let mut deliveries = Deliveries::new();
+                    let cancelled = planner.end_overdue(clock, TIME_LIMIT, &mut deliveries);
+                    let age = |id: &RequestId| begun.get(id).map(|&at| clock - at);
+                    let is_late = |id: &RequestId| age(id).is_some_and(|age| age > TIME_LIMIT);
+                    for id in &cancelled {
+                        let mut open = running.iter().filter(|request| entry_of[&request.id] == entry_of[id]);
+                        prop_assert!(open.any(|request| is_late(&request.id)), "nothing of it ran for so long");
+                    }
+                    running.retain(|request| !cancelled.contains(&request.id));
+                    for late in running.iter().filter(|request| is_late(&request.id)) {
+                        let mut others = entry_of.iter().filter(|(_, entry)| **entry == entry_of[&late.id]);
+                        let is_spared = others.any(|(id, _)| age(id).is_some_and(|age| age <= TIME_LIMIT));
+                        prop_assert!(is_spared, "it runs on and on");
+                    }
+                    for (seat, deliveries) in deliveries {
+                        for Delivery { bit, event, .. } in deliveries {
+                            prop_assert!(matches!(event, Event::Overdue));
+                            prop_assert!(open.remove(&(seat, bit)).is_some());
+                        }
+                    }
+                }
                 Action::End(which, well) if !running.is_empty() => {
                     let request = running.swap_remove(which % running.len());
                     let failure = Failure::Cancelled;

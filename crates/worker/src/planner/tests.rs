@@ -9,8 +9,7 @@ use tokio_util::sync::CancellationToken;
 use super::*;
 use crate::generate::{EngineStatus, Failure, Generate, Input, NotAccepting, OutputSender};
 
-pub(super) const LIMITS: PlannerLimits =
-    PlannerLimits { items_max: 8, bytes_max: 1 << 20, requests_max: 4, running_max: 2 };
+pub(super) const LIMITS: PlannerLimits = PlannerLimits { items_max: 8, bytes_max: 1 << 20, requests_max: 4 };
 
 /// A request for `max_tokens` after a prompt of `len` tokens that begins as `family` tells.
 pub(super) fn request(family: u32, len: u32, temperature: f32) -> Request {
@@ -73,7 +72,7 @@ pub(super) fn deliver(
     outputs: impl IntoIterator<Item = Output>,
 ) -> Vec<(Ticket, u32, Delivery)> {
     let mut deliveries = Deliveries::new();
-    outputs.into_iter().for_each(|output| planner.receive(output, &mut deliveries));
+    outputs.into_iter().for_each(|output| planner.receive(output, Instant::now(), &mut deliveries));
     let mut all: Vec<_> = deliveries
         .into_iter()
         .flat_map(|(ticket, list)| list.into_iter().map(move |delivery| (ticket, delivery.bit, delivery)))
@@ -219,9 +218,16 @@ fn seat_alone_waits_for_the_others_and_shares_nothing() {
     assert_eq!(planner.take(now()).len(), 1);
 }
 
+/// The engine begins this request at `now`.
+fn begin(planner: &mut Planner, id: RequestId, now: Instant) {
+    let mut deliveries = Deliveries::new();
+    planner.receive(Output::Begun { id }, now, &mut deliveries);
+    assert!(deliveries.is_empty(), "no shard needs to hear of it");
+}
+
 #[test]
-fn time_limit_counts_from_when_the_engine_may_have_begun() {
-    let mut planner = Planner::new(PlannerLimits { running_max: 1, requests_max: 2, ..LIMITS });
+fn time_limit_counts_from_when_the_engine_began() {
+    let mut planner = Planner::new(LIMITS);
     let (a, b) = (planner.join(sitter(0)), planner.join(sitter(0)));
     planner.enter(a, sampled(0, 1, 40), now()).unwrap();
     planner.enter(a, greedy(1, 1, 20), now()).unwrap();
@@ -229,14 +235,38 @@ fn time_limit_counts_from_when_the_engine_may_have_begun() {
     let requests = planner.take(now());
     let (limit, start) = (Duration::from_secs(10), Instant::now());
     let mut deliveries = Deliveries::new();
-    assert!(planner.end_overdue(start, limit, &mut deliveries).is_empty());
+    begin(&mut planner, requests[0].id, start);
+    begin(&mut planner, requests[0].id, start + limit);
+    assert!(planner.end_overdue(start + limit, limit, &mut deliveries).is_empty());
     let cancelled = planner.end_overdue(start + limit * 2, limit, &mut deliveries);
-    assert_eq!(cancelled, [requests[0].id], "the second one waits behind the first");
-    planner.end_overdue(start + limit * 2, limit, &mut deliveries);
-    let cancelled = planner.end_overdue(start + limit * 4, limit, &mut deliveries);
+    assert_eq!(cancelled, [requests[0].id], "the first time counts, and the second request waits in the engine");
+    begin(&mut planner, requests[1].id, start + limit * 8);
+    assert!(planner.end_overdue(start + limit * 9, limit, &mut deliveries).is_empty());
+    let cancelled = planner.end_overdue(start + limit * 10, limit, &mut deliveries);
     assert_eq!(cancelled, [requests[1].id]);
     assert!(deliveries.values().flatten().all(|delivery| matches!(delivery.event, Event::Overdue)));
     assert_eq!((deliveries[&a].len(), deliveries[&b].len()), (2, 1));
+    begin(&mut planner, requests[1].id, start + limit * 10);
+    assert_eq!(planner.counts(), Counts::default(), "told too late, it changes nothing");
+}
+
+#[test]
+fn item_of_several_requests_has_the_limit_anew_with_each_and_none_while_it_waits() {
+    let mut planner = Planner::new(LIMITS);
+    let a = planner.join(sitter(0));
+    planner.enter(a, offer(0, (0..3).map(|_| request(1, 20, 1.0)).collect()), now()).unwrap();
+    let ids: Vec<_> = planner.take(now()).iter().map(|request| request.id).collect();
+    let (limit, start) = (Duration::from_secs(10), Instant::now());
+    let mut deliveries = Deliveries::new();
+    begin(&mut planner, ids[0], start);
+    begin(&mut planner, ids[1], start + limit);
+    assert!(planner.end_overdue(start + limit * 2, limit, &mut deliveries).is_empty(), "the second one began later");
+    deliver(&mut planner, [answer(ids[0]), answer(ids[1])]);
+    assert!(planner.end_overdue(start + limit * 9, limit, &mut deliveries).is_empty(), "the third one waits");
+    begin(&mut planner, ids[2], start + limit * 9);
+    assert!(planner.end_overdue(start + limit * 10, limit, &mut deliveries).is_empty());
+    assert_eq!(planner.end_overdue(start + limit * 11, limit, &mut deliveries), [ids[2]]);
+    assert_eq!(deliveries[&a].len(), 1);
 }
 
 #[test]

@@ -115,3 +115,32 @@ async fn local_request_past_its_time_limit_ends_by_name_and_frees_its_place() {
     worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
 }
+
+#[tokio::test]
+async fn request_that_waits_in_the_engine_is_not_past_its_time_limit() {
+    let mut service = TestService::new().await;
+    service.config.request_timeout = Duration::from_secs(2);
+    let lines: Vec<String> = (0..12).map(|id| line_saying(&format!("item-{id}"), &format!("text {id}"))).collect();
+    let job = service.submit_cut(&lines, 12).await;
+    // It says that it runs 16 at once, and all 12 reach it; the first one keeps the others waiting.
+    let engine = ScriptedGenerate::new(|ask| match ask.order {
+        0 => Reply::Silence,
+        _ => Reply::Hold("answer".to_owned()),
+    });
+    let engine = engine.running_at_most(1);
+    let worker = start(&service, &engine).await;
+    wait::until("the hung request to be ended", || async {
+        let num_cancelled = engine.num_cancelled();
+        if num_cancelled > 0 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
+    })
+    .await;
+    assert_eq!((engine.num_cancelled(), engine.num_asked()), (1, 12), "the others were there as long");
+    engine.release_all();
+    service.until_outcomes(job, 12).await;
+    let outcomes = service.outcomes(job).await;
+    let codes: Vec<String> = outcomes.values().filter_map(|record| record.error_code.clone()).collect();
+    assert_eq!(codes, ["request_timeout"]);
+    assert_eq!(outcomes.values().filter(|record| record.outcome == OutcomeKind::Completed).count(), 11);
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}

@@ -137,8 +137,8 @@ impl Scheduler {
     }
 
     /// The state of the sequence of this arrival, if it is still kept at `id`.
-    pub fn sequence_of(&mut self, id: SequenceId, arrival: u64) -> Option<&mut Sequence> {
-        self.slots[id.0 as usize].as_mut().filter(|sequence| sequence.arrival == arrival)
+    pub fn sequence_of(&self, id: SequenceId, arrival: u64) -> Option<&Sequence> {
+        self.slots[id.0 as usize].as_ref().filter(|sequence| sequence.arrival == arrival)
     }
 
     /// The state of a sequence that is here.

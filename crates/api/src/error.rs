@@ -1,7 +1,7 @@
 //! What goes wrong in a request, and its two forms on the wire.
 //!
 //! A handler returns [`ApiError`]; it rides as an extension of the response until
-//! [`crate::request_id`] renders it, because only there are the path (OpenAI form
+//! `request_id` renders it, because only there are the path (OpenAI form
 //! under `/v1`, problem JSON elsewhere) and the request id known. A 5xx body never
 //! says more than its code and the request id; the cause goes to the log, once.
 

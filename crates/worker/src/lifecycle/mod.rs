@@ -3,7 +3,7 @@
 //!
 //! Invariants: a step runs under a lease of its job that is renewed beside it; a
 //! step is repeatable, so that it may be dropped at any await and run again.
-//! Start with [`run_work`]; the steps themselves are plain functions in the
+//! Start with `run_work`; the steps themselves are plain functions in the
 //! modules, which know nothing about pools.
 
 pub mod expire;

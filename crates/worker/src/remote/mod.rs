@@ -4,7 +4,7 @@
 //! request gets exactly one output; retries are the caller's, except that a server
 //! that cannot be reached at all is left out and its request sent to another.
 //! Knows nothing about jobs: what an HTTP status means for an item is judged in
-//! `outcome`. Concurrency per server is in [`limit`].
+//! `outcome`. Concurrency per server is in `limit`.
 
 mod limit;
 mod send;

@@ -1,7 +1,7 @@
 //! Audit: what the CHECK constraints cannot hold, because it spans rows or bits.
 //!
 //! Above all the promise itself: an item that is done has its outcome in a segment,
-//! and no round gives it two.
+//! and no round gives it two. Each finding is one sentence that names the row.
 
 use std::collections::BTreeMap;
 
@@ -22,10 +22,17 @@ pub(crate) const FINDINGS_MAX: usize = 20;
 /// Shards read at a time.
 const PIECE: u32 = 500;
 
-/// Jobs whose shards do not add up, shards whose counts are not those of their bits
-/// or whose segments are not all there; in words.
+/// Jobs whose shards do not add up or whose final counts are not theirs, shards whose
+/// counts are not those of their bits or whose segments are not all there; in words.
 pub(crate) async fn find_open_accounting(connection: &mut SqliteConnection) -> Result<Vec<String>, Error> {
-    let mut findings = Vec::new();
+    let mut findings = jobs_that_do_not_add_up(connection).await?;
+    findings.extend(jobs_with_other_final_counts(connection).await?);
+    findings.extend(shards_that_do_not_add_up(connection).await?);
+    findings.truncate(FINDINGS_MAX);
+    Ok(findings)
+}
+
+async fn jobs_that_do_not_add_up(connection: &mut SqliteConnection) -> Result<Vec<String>, Error> {
     let rows = sqlx::query(
         "select j.job_id, j.num_items, j.num_shards, count(s.shard_index) as shards_there,
             coalesce(sum(s.num_items), 0) as items_there
@@ -36,16 +43,61 @@ pub(crate) async fn find_open_accounting(connection: &mut SqliteConnection) -> R
     .fetch_all(&mut *connection)
     .await
     .map_err(failed(DOING))?;
-    for row in &rows {
-        findings.push(format!(
+    let finding = |row: &SqliteRow| {
+        Ok(format!(
             "{} has {} items in {} shards, but its shards hold {} in {}",
             row.job_id()?,
             row.u64("num_items")?,
             row.u64("num_shards")?,
             row.u64("items_there")?,
             row.u64("shards_there")?
-        ));
-    }
+        ))
+    };
+    rows.iter().map(finding).collect()
+}
+
+/// The counts that an ended job shows are those of its shards; what its end left
+/// undone counts as the kind of that end.
+async fn jobs_with_other_final_counts(connection: &mut SqliteConnection) -> Result<Vec<String>, Error> {
+    let rows = sqlx::query(
+        "with sums as (
+            select j.job_id, j.final_completed, j.final_failed, j.final_cancelled, j.final_expired,
+                coalesce(sum(s.num_done - s.num_failed), 0) as completed,
+                coalesce(sum(s.num_failed - s.num_cancelled - s.num_expired), 0) as failed,
+                coalesce(sum(s.num_cancelled), 0)
+                    + iif(j.state = 'cancelled', j.num_items - coalesce(sum(s.num_done), 0), 0) as cancelled,
+                coalesce(sum(s.num_expired), 0)
+                    + iif(j.state = 'expired', j.num_items - coalesce(sum(s.num_done), 0), 0) as expired
+            from jobs j left join shards s on s.job_id = j.job_id
+            where j.final_completed is not null and j.deleted_at is null
+            group by j.job_id)
+        select * from sums
+        where (final_completed, final_failed, final_cancelled, final_expired)
+            is not (completed, failed, cancelled, expired) limit 20",
+    )
+    .fetch_all(&mut *connection)
+    .await
+    .map_err(failed(DOING))?;
+    let finding = |row: &SqliteRow| {
+        let told = four(row, ["final_completed", "final_failed", "final_cancelled", "final_expired"])?;
+        let there = four(row, ["completed", "failed", "cancelled", "expired"])?;
+        Ok(format!("{} ended with {told}, but its shards hold {there}", row.job_id()?))
+    };
+    rows.iter().map(finding).collect()
+}
+
+/// Outcomes by kind, in words, as they stand: a damaged row may hold anything.
+fn four(row: &SqliteRow, columns: [&'static str; 4]) -> Result<String, Error> {
+    let kinds = ["completed", "failed", "cancelled", "expired"];
+    let told = columns.iter().zip(kinds).map(|(column, kind)| {
+        let count = row.int_or_null(column)?.map_or_else(|| "no".to_owned(), |count| count.to_string());
+        Ok(format!("{count} {kind}"))
+    });
+    Ok(told.collect::<Result<Vec<_>, Error>>()?.join(", "))
+}
+
+async fn shards_that_do_not_add_up(connection: &mut SqliteConnection) -> Result<Vec<String>, Error> {
+    let mut findings = Vec::new();
     let mut after: (Vec<u8>, i64) = (Vec::new(), -1);
     loop {
         let rows = sqlx::query(
@@ -79,12 +131,16 @@ pub(crate) async fn find_open_accounting(connection: &mut SqliteConnection) -> R
             break;
         }
     }
-    findings.truncate(FINDINGS_MAX);
     Ok(findings)
 }
 
-/// What a segment's row says of items: its round, and their bits as they are stored.
-type Outcomes = (i64, Vec<u8>);
+/// What a segment's row says of items; bits as they are stored.
+struct Outcomes {
+    round: i64,
+    num_items: i64,
+    items: Vec<u8>,
+    failed: Vec<u8>,
+}
 
 /// Segments of the shards after one and up to another, by shard.
 async fn outcomes_between(
@@ -93,7 +149,7 @@ async fn outcomes_between(
     upto: &(Vec<u8>, i64),
 ) -> Result<BTreeMap<(Vec<u8>, i64), Vec<Outcomes>>, Error> {
     let rows = sqlx::query(
-        "select job_id, shard_index, round, items from segments
+        "select job_id, shard_index, round, num_items, items, coalesce(failed, x'') as failed from segments
         where (job_id, shard_index) > (?1, ?2) and (job_id, shard_index) <= (?3, ?4)",
     )
     .bind(&after.0)
@@ -106,7 +162,12 @@ async fn outcomes_between(
     let mut outcomes: BTreeMap<_, Vec<Outcomes>> = BTreeMap::new();
     for row in &rows {
         let shard = (row.bytes("job_id")?, row.int("shard_index")?);
-        outcomes.entry(shard).or_default().push((row.int("round")?, row.bytes("items")?));
+        outcomes.entry(shard).or_default().push(Outcomes {
+            round: row.int("round")?,
+            num_items: row.int("num_items")?,
+            items: row.bytes("items")?,
+            failed: row.bytes("failed")?,
+        });
     }
     Ok(outcomes)
 }
@@ -115,10 +176,17 @@ fn finding_of_outcomes(row: &SqliteRow, segments: &[Outcomes]) -> Result<Option<
     let num_items = row.u32("num_items")?;
     let mut held = Bitmap::new(num_items);
     let mut by_round: BTreeMap<i64, Bitmap> = BTreeMap::new();
-    for (round, bytes) in segments {
-        let Some(items) = Bitmap::from_bytes(bytes, num_items) else {
+    for Outcomes { round, num_items: told, items, failed } in segments {
+        let failed_bits = if failed.is_empty() { Some(Bitmap::new(num_items)) } else { Bitmap::from_bytes(failed, num_items) };
+        let (Some(items), Some(failed_bits)) = (Bitmap::from_bytes(items, num_items), failed_bits) else {
             return Ok(Some("a segment has a bit past the shard's last item".to_owned()));
         };
+        if i64::from(items.count_ones()) != *told {
+            return Ok(Some(format!("a segment has {told} outcomes by its count, {} by its bits", items.count_ones())));
+        }
+        if !is_subset(&failed_bits, &items) {
+            return Ok(Some("a segment marks an item failed that it does not hold".to_owned()));
+        }
         let of_round = by_round.entry(*round).or_insert_with(|| Bitmap::new(num_items));
         if of_round.intersects(&items) {
             return Ok(Some(format!("an item has two outcomes in round {round}")));
@@ -142,18 +210,32 @@ fn row_job(row: &SqliteRow) -> String {
 
 fn finding_of_shard(row: &SqliteRow) -> Result<Option<String>, Error> {
     let num_items = row.u32("num_items")?;
-    let (Ok(done), Ok(failed_bits)) = (row.bitmap("done", num_items), row.bitmap("failed", num_items)) else {
+    let bits = |column| row.bitmap(column, num_items);
+    let (Ok(done), Ok(failed_bits), Ok(cancelled), Ok(expired)) =
+        (bits("done"), bits("failed"), bits("cancelled"), bits("expired"))
+    else {
         return Ok(Some("a bit past its last item is set".to_owned()));
     };
     let (num_done, num_failed) = (row.u32("num_done")?, row.u32("num_failed")?);
+    let (num_cancelled, num_expired) = (row.u32("num_cancelled")?, row.u32("num_expired")?);
     let (num_segments, next_seq) = (row.u32("num_segments")?, row.u32("next_seq")?);
     Ok(if (done.count_ones(), failed_bits.count_ones()) != (num_done, num_failed) {
         let (bits_done, bits_failed) = (done.count_ones(), failed_bits.count_ones());
         Some(format!(
             "{num_done} done and {num_failed} failed by its counts, {bits_done} and {bits_failed} by its bits"
         ))
+    } else if (cancelled.count_ones(), expired.count_ones()) != (num_cancelled, num_expired) {
+        let (bits_cancelled, bits_expired) = (cancelled.count_ones(), expired.count_ones());
+        Some(format!(
+            "{num_cancelled} cancelled and {num_expired} expired by its counts, \
+             {bits_cancelled} and {bits_expired} by its bits"
+        ))
     } else if !is_subset(&failed_bits, &done) {
         Some("an item is failed and not done".to_owned())
+    } else if !is_subset(&cancelled, &failed_bits) || !is_subset(&expired, &failed_bits) {
+        Some("an item is cancelled or expired and not failed".to_owned())
+    } else if cancelled.intersects(&expired) {
+        Some("an item is cancelled and expired".to_owned())
     } else if num_segments != next_seq {
         Some(format!("{next_seq} segments were committed, {num_segments} are there"))
     } else {

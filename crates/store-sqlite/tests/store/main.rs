@@ -1,5 +1,6 @@
 //! The contract's suite on SQLite, and what is SQLite's own.
 
+mod audit;
 mod fixture;
 mod schema;
 mod search;

@@ -1,9 +1,8 @@
 //! The structure of the database: its snapshot, its words, its versions.
 
-use overnight_store::conformance::builders;
-use overnight_store::{AttemptEnd, CancelMode, Error, FilePurpose, Files, Jobs, Reopen, ReopenItems, Store};
+use overnight_store::{AttemptEnd, CancelMode, Error, FilePurpose, Files, Store};
 use overnight_store_sqlite::{Options, SchemaState, SqliteStore, migrate, schema_state};
-use overnight_types::{JobState, ShardState, WorkerId};
+use overnight_types::{JobState, ShardState};
 use sqlx::{Connection, SqliteConnection};
 
 const SNAPSHOT: &str = include_str!("../../../../migrations/sqlite/schema.snapshot");
@@ -159,82 +158,6 @@ async fn bookkeeping_is_in_our_own_table() {
         sqlx::query_scalar("select count(*) from overnight_migrations").fetch_one(&mut connection).await.unwrap();
     assert!(known >= 10);
     assert!(store.known_files(&[]).await.unwrap().is_empty());
-}
-
-/// A finding of the check is told in words.
-#[tokio::test]
-async fn check_finds_a_row_that_names_nothing() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("overnight.db");
-    let store = SqliteStore::open(&path, Options::default()).await.unwrap();
-    assert_eq!(store.check().await.unwrap(), Vec::<String>::new());
-    let mut connection = connect(&path).await;
-    sqlx::query("pragma foreign_keys = off").execute(&mut connection).await.unwrap();
-    sqlx::query("insert into events (job_id, at, what, note) values (x'00', 0, 'created', '')")
-        .execute(&mut connection)
-        .await
-        .unwrap();
-    let findings = store.check().await.unwrap();
-    assert_eq!(findings, ["a row of events names a row of jobs that is not there"]);
-}
-
-/// So are counts that are not those of bits and segments.
-#[tokio::test]
-async fn check_finds_counts_that_are_not_those_of_the_bits() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("overnight.db");
-    let store = SqliteStore::open(&path, Options::default()).await.unwrap();
-    let job = builders::running_job(&store, &[4, 4, 4, 4]).await;
-    let mut held = builders::lease(&store, WorkerId::new()).await;
-    builders::applied(builders::commit(&store, &mut held, &[0, 1], &[1]).await);
-    assert_eq!(store.check().await.unwrap(), Vec::<String>::new());
-    let mut connection = connect(&path).await;
-    for damage in [
-        "update shards set done = x'01' where shard_index = 0",
-        "update shards set next_seq = 5 where shard_index = 1",
-        "update shards set done = x'10' where shard_index = 2",
-        "update jobs set num_items = 17",
-    ] {
-        sqlx::query(damage).execute(&mut connection).await.unwrap();
-    }
-    let findings = store.check().await.unwrap();
-    let wanted = [
-        format!("{} has 17 items in 4 shards, but its shards hold 16 in 4", job.id),
-        format!("shard 0 of {}: 2 done and 1 failed by its counts, 1 and 1 by its bits", job.id),
-        format!("shard 1 of {}: 5 segments were committed, 0 are there", job.id),
-        format!("shard 2 of {}: a bit past its last item is set", job.id),
-    ];
-    assert_eq!(findings, wanted);
-}
-
-/// So are an item whose outcome is in no segment, and one that has two in a round;
-/// an item that ran again in a later round is sound.
-#[tokio::test]
-async fn check_finds_outcomes_that_are_lost_or_doubled() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("overnight.db");
-    let store = SqliteStore::open(&path, Options::default()).await.unwrap();
-    let job = builders::completed_job(&store, &[4, 4, 2], &[3, 8]).await;
-    let reopen = Reopen { items: ReopenItems::NotCompleted, window: None, leftover_segments: Vec::new() };
-    builders::applied(store.reopen_job_if_ended(job.id, reopen).await.unwrap());
-    assert_eq!(store.check().await.unwrap(), Vec::<String>::new(), "what runs again has an old outcome only");
-    builders::run_all(&store).await;
-    assert_eq!(store.check().await.unwrap(), Vec::<String>::new(), "two rounds, two outcomes");
-    let mut connection = connect(&path).await;
-    for damage in [
-        "update segments set round = 1 where shard_index = 0",
-        "update segments set items = x'05' where shard_index = 1",
-        "update segments set items = x'0f' where shard_index = 2 and round = 2",
-    ] {
-        sqlx::query(damage).execute(&mut connection).await.unwrap();
-    }
-    let findings = store.check().await.unwrap();
-    let wanted = [
-        format!("shard 0 of {}: an item has two outcomes in round 1", job.id),
-        format!("shard 1 of {}: 2 items are done and no segment holds their outcome", job.id),
-        format!("shard 2 of {}: a segment has a bit past the shard's last item", job.id),
-    ];
-    assert_eq!(findings, wanted);
 }
 
 async fn connect(path: &std::path::Path) -> SqliteConnection {

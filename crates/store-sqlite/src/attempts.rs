@@ -5,8 +5,9 @@ use overnight_store::{Attempt, AttemptEnd, Attempts, Error};
 use overnight_types::{Epoch, JobId, ShardIndex, WorkerId};
 
 use crate::SqliteStore;
-use crate::error::{damaged, failed};
+use crate::error::damaged;
 use crate::row::{Read, int, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 
 /// Attempts are kept this long after their job's end.
@@ -15,16 +16,11 @@ const KEPT_US: i64 = 7 * 24 * 3_600_000_000;
 #[async_trait]
 impl Attempts for SqliteStore {
     async fn list_attempts(&self, job: JobId, shard: ShardIndex, limit: u32) -> Result<Vec<Attempt>, Error> {
-        let rows =
-            sqlx::query("select * from attempts where job_id = ?1 and shard_index = ?2 order by epoch desc limit ?3")
-                .bind(key(job.uuid()))
-                .bind(shard.0)
-                .bind(limit)
-                .fetch_all(&self.readers)
-                .await
-                .map_err(failed("list attempts"))?;
-        rows.iter()
-            .map(|row| {
+        sqlx::query("select * from attempts where job_id = ?1 and shard_index = ?2 order by epoch desc limit ?3")
+            .bind(key(job.uuid()))
+            .bind(shard.0)
+            .bind(limit)
+            .list(&self.readers, "list attempts", |row| {
                 let end = row.text_or_null("end")?;
                 let parse = |word: String| AttemptEnd::parse(&word).ok_or_else(|| damaged("attempts.end", word));
                 Ok(Attempt {
@@ -37,12 +33,11 @@ impl Attempts for SqliteStore {
                     end: end.map(parse).transpose()?,
                 })
             })
-            .collect()
+            .await
     }
 
     async fn prune_attempts(&self, limit: u32) -> Result<u32, Error> {
-        let doing = "prune attempts";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("prune attempts").await?;
         let pruned = sqlx::query(
             "delete from attempts where (job_id, shard_index, epoch) in (
                 select a.job_id, a.shard_index, a.epoch from jobs j join attempts a on a.job_id = j.job_id
@@ -51,10 +46,8 @@ impl Attempts for SqliteStore {
         )
         .bind(write.now - KEPT_US)
         .bind(limit)
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?
-        .rows_affected();
+        .change(&mut write)
+        .await?;
         self.commit(write).await?;
         Ok(u32::try_from(pruned).unwrap_or(u32::MAX))
     }
@@ -68,16 +61,15 @@ pub(crate) async fn begin(
     epoch: Epoch,
     worker: WorkerId,
 ) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     sqlx::query("insert into attempts (job_id, shard_index, epoch, worker_id, started_at) values (?1, ?2, ?3, ?4, ?5)")
         .bind(key(job.uuid()))
         .bind(shard.0)
         .bind(int(epoch.0))
         .bind(key(worker.uuid()))
         .bind(now)
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .change(write)
+        .await?;
     Ok(())
 }
 
@@ -89,7 +81,7 @@ pub(crate) async fn end(
     epoch: Epoch,
     end: AttemptEnd,
 ) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     sqlx::query(
         "update attempts set ended_at = ?4, end = ?5
         where job_id = ?1 and shard_index = ?2 and epoch = ?3 and ended_at is null",
@@ -99,8 +91,7 @@ pub(crate) async fn end(
     .bind(int(epoch.0))
     .bind(now)
     .bind(end.as_str())
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     Ok(())
 }

@@ -177,7 +177,8 @@ fn finding_of_outcomes(row: &SqliteRow, segments: &[Outcomes]) -> Result<Option<
     let mut held = Bitmap::new(num_items);
     let mut by_round: BTreeMap<i64, Bitmap> = BTreeMap::new();
     for Outcomes { round, num_items: told, items, failed } in segments {
-        let failed_bits = if failed.is_empty() { Some(Bitmap::new(num_items)) } else { Bitmap::from_bytes(failed, num_items) };
+        let failed_bits =
+            if failed.is_empty() { Some(Bitmap::new(num_items)) } else { Bitmap::from_bytes(failed, num_items) };
         let (Some(items), Some(failed_bits)) = (Bitmap::from_bytes(items, num_items), failed_bits) else {
             return Ok(Some("a segment has a bit past the shard's last item".to_owned()));
         };

@@ -7,8 +7,9 @@ use overnight_store::{AttemptEnd, Committed, Error, Guarded, NewSegment, ShardKe
 use overnight_types::{Bitmap, Ending, JobState, ShardState};
 use sqlx::sqlite::SqliteRow;
 
-use crate::error::{failed, refused};
+use crate::error::refused;
 use crate::row::{Read, bits_or_null, int, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 use crate::{SqliteStore, attempts, jobs, segments, take_back};
 
@@ -62,7 +63,6 @@ impl SqliteStore {
 }
 
 async fn look(write: &mut Write, shard: ShardKey) -> Result<Option<Held>, Error> {
-    let doing = write.doing();
     let row = sqlx::query(
         "select s.state, s.epoch, s.next_seq, s.first_item, s.num_items, s.done, s.failed,
             j.state as job_state, j.round,
@@ -73,9 +73,8 @@ async fn look(write: &mut Write, shard: ShardKey) -> Result<Option<Held>, Error>
     )
     .bind(key(shard.job.uuid()))
     .bind(shard.shard.0)
-    .fetch_optional(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row_if_any(write)
+    .await?;
     let read = |row: SqliteRow| {
         let num_items = row.u32("num_items")?;
         Ok(Held {
@@ -128,7 +127,6 @@ async fn set_bits(
     held: &Held,
     epoch_guard: bool,
 ) -> Result<bool, Error> {
-    let doing = write.doing();
     let (mut done, mut failed_bits) = (held.done.clone(), held.failed.clone());
     done.union(&segment.items);
     failed_bits.union(&segment.failed);
@@ -156,22 +154,18 @@ async fn set_bits(
     .bind(int(segment.usage.reasoning_tokens))
     .bind(shard_done)
     .bind(!epoch_guard)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?
-    .rows_affected();
+    .change(write)
+    .await?;
     assert_eq!(changed, 1, "the guard was read under the write lock, so it holds in the statement");
     Ok(shard_done)
 }
 
 async fn drop_faults(write: &mut Write, shard: ShardKey, segment: &NewSegment, first_item: u64) -> Result<(), Error> {
-    let doing = write.doing();
     let items: Vec<u64> = segment.items.ones().map(|bit| first_item + u64::from(bit)).collect();
     sqlx::query("delete from item_faults where job_id = ?1 and item_index in (select value from json_each(?2))")
         .bind(key(shard.job.uuid()))
         .bind(serde_json::json!(items).to_string())
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .change(write)
+        .await?;
     Ok(())
 }

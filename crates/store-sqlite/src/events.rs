@@ -5,21 +5,17 @@ use overnight_store::{Error, Event, Events};
 use overnight_types::JobId;
 
 use crate::SqliteStore;
-use crate::error::failed;
 use crate::row::{Read, int, key};
+use crate::statement::Statement;
 
 #[async_trait]
 impl Events for SqliteStore {
     async fn list_events(&self, job: JobId, after: u64, limit: u32) -> Result<Vec<Event>, Error> {
-        let rows = sqlx::query("select * from events where job_id = ?1 and seq > ?2 order by seq limit ?3")
+        sqlx::query("select * from events where job_id = ?1 and seq > ?2 order by seq limit ?3")
             .bind(key(job.uuid()))
             .bind(int(after))
             .bind(limit)
-            .fetch_all(&self.readers)
-            .await
-            .map_err(failed("list events"))?;
-        rows.iter()
-            .map(|row| {
+            .list(&self.readers, "list events", |row| {
                 Ok(Event {
                     seq: row.u64("seq")?,
                     job: row.job_id()?,
@@ -28,6 +24,6 @@ impl Events for SqliteStore {
                     note: row.text("note")?,
                 })
             })
-            .collect()
+            .await
     }
 }

@@ -8,6 +8,7 @@ use sqlx::sqlite::SqliteRow;
 use crate::SqliteStore;
 use crate::error::{damaged, failed, refused};
 use crate::row::{Read, after, int, key};
+use crate::statement::Statement;
 
 /// Longest message kept, characters.
 const MESSAGE_CHARS_MAX: usize = 1_000;
@@ -23,9 +24,8 @@ impl SqliteStore {
         let row = sqlx::query("select * from shards where job_id = ?1 and shard_index = ?2")
             .bind(key(shard.job.uuid()))
             .bind(shard.shard.0)
-            .fetch_optional(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+            .row_if_any(&mut write)
+            .await?;
         let Some(row) = row else { return Ok(Guarded::Lost { now: None }) };
         let state: ShardState = row.word("state")?;
         if state != ShardState::Leased || row.u64("epoch")? != shard.epoch.0 {
@@ -57,16 +57,14 @@ impl SqliteStore {
         .bind(serde_json::Value::from(rows).to_string())
         .bind(int(FailedTry::KEPT_MAX as u64))
         .bind(int(FailedTry::MESSAGE_CHARS_MAX as u64))
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .change(&mut write)
+        .await?;
         let used =
             sqlx::query("update jobs set retries_used = retries_used + ?2 where job_id = ?1 returning retries_used")
                 .bind(key(shard.job.uuid()))
                 .bind(int(faults.len() as u64))
-                .fetch_one(&mut *write)
-                .await
-                .map_err(failed(doing))?
+                .row(&mut write)
+                .await?
                 .u64("retries_used")?;
         self.commit(write).await?;
         Ok(Guarded::Applied(used))

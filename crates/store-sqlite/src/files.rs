@@ -8,6 +8,7 @@ use sqlx::sqlite::SqliteRow;
 use crate::SqliteStore;
 use crate::error::{damaged, failed};
 use crate::row::{Read, hex_list, int, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 
 /// Most rows of one page.
@@ -25,15 +26,13 @@ impl Files for SqliteStore {
     async fn find_file(&self, id: FileId) -> Result<Option<File>, Error> {
         let doing = "find a file";
         let now = self.read_now(doing).await?;
-        let row = sqlx::query(
+        sqlx::query(
             "select * from files where file_id = ?1 and deleted_at is null and (expires_at is null or expires_at > ?2)",
         )
         .bind(key(id.uuid()))
         .bind(now)
-        .fetch_optional(&self.readers)
+        .find(&self.readers, doing, read)
         .await
-        .map_err(failed(doing))?;
-        row.as_ref().map(read).transpose()
     }
 
     async fn list_files(&self, query: FileQuery) -> Result<Page<File>, Error> {
@@ -64,9 +63,8 @@ impl Files for SqliteStore {
             .bind(after)
             .bind(query.after.map(|id| key(id.uuid())))
             .bind(i64::from(limit) + 1)
-            .fetch_all(&self.readers)
-            .await
-            .map_err(failed(doing))?;
+            .rows_of(&self.readers, doing)
+            .await?;
         page(rows, limit, read)
     }
 
@@ -78,10 +76,8 @@ impl Files for SqliteStore {
         )
         .bind(key(id.uuid()))
         .bind(write.now)
-        .execute(&mut *write)
-        .await
-        .map_err(failed("delete a file"))?
-        .rows_affected();
+        .change(&mut write)
+        .await?;
         self.commit(write).await?;
         Ok(if hidden == 1 { Guarded::Applied(()) } else { Guarded::Lost { now: None } })
     }
@@ -89,7 +85,7 @@ impl Files for SqliteStore {
     async fn list_removable_files(&self, limit: u32) -> Result<Vec<FileId>, Error> {
         let doing = "list removable files";
         let now = self.read_now(doing).await?;
-        let rows = sqlx::query(
+        sqlx::query(
             "select f.file_id from files f
             where coalesce(f.deleted_at, f.expires_at) is not null and coalesce(f.deleted_at, f.expires_at) <= ?1
                 and not exists (select 1 from jobs j where j.input_file_id = f.file_id
@@ -98,30 +94,21 @@ impl Files for SqliteStore {
         )
         .bind(now)
         .bind(limit)
-        .fetch_all(&self.readers)
+        .list(&self.readers, doing, |row| row.file_id("file_id"))
         .await
-        .map_err(failed(doing))?;
-        rows.iter().map(|row| row.file_id("file_id")).collect()
     }
 
     async fn forget_file(&self, id: FileId) -> Result<(), Error> {
         let mut write = self.write("forget a file").await?;
-        sqlx::query("delete from files where file_id = ?1")
-            .bind(key(id.uuid()))
-            .execute(&mut *write)
-            .await
-            .map_err(failed("forget a file"))?;
+        sqlx::query("delete from files where file_id = ?1").bind(key(id.uuid())).change(&mut write).await?;
         self.commit(write).await
     }
 
     async fn known_files(&self, ids: &[FileId]) -> Result<Vec<FileId>, Error> {
-        let doing = "tell known files";
-        let rows = sqlx::query("select file_id from files where file_id in (select unhex(value) from json_each(?1))")
+        sqlx::query("select file_id from files where file_id in (select unhex(value) from json_each(?1))")
             .bind(hex_list(ids.iter().map(FileId::uuid)))
-            .fetch_all(&self.readers)
+            .list(&self.readers, "tell known files", |row| row.file_id("file_id"))
             .await
-            .map_err(failed(doing))?;
-        rows.iter().map(|row| row.file_id("file_id")).collect()
     }
 }
 
@@ -138,7 +125,6 @@ impl SqliteStore {
 
 /// Inserts the row in a running transaction; also for published files.
 pub(crate) async fn insert(write: &mut Write, file: &NewFile) -> Result<File, Error> {
-    let doing = write.doing();
     let now = write.now;
     let row = sqlx::query(
         "insert into files (file_id, filename, purpose, bytes, sha256, created_at, expires_at)
@@ -151,9 +137,8 @@ pub(crate) async fn insert(write: &mut Write, file: &NewFile) -> Result<File, Er
     .bind(&file.sha256[..])
     .bind(now)
     .bind(file.expires_after_s.map(|seconds| now.saturating_add(int(seconds).saturating_mul(1_000_000))))
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row(write)
+    .await?;
     read(&row)
 }
 

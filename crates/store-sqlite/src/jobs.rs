@@ -14,26 +14,24 @@ use crate::error::failed;
 use crate::files::{PAGE_MAX, page};
 pub(crate) use crate::job_row::read;
 use crate::job_row::read_progress;
-use crate::row::{Read, after, hex_list, key, micros};
-use crate::take_back::{self, ShardList};
+use crate::row::{Read, after, hex_list, key};
+use crate::statement::Statement;
+use crate::take_back;
 use crate::transaction::Write;
-use crate::{SqliteStore, workers};
-
-/// An idempotency key goes this long after its use.
-const KEY_KEPT_US: i64 = 7 * 24 * 3_600_000_000;
+use crate::{SqliteStore, job_insert, workers};
 
 #[async_trait]
 impl Jobs for SqliteStore {
     async fn insert_job(&self, job: NewJob, key: Option<IdempotencyKey>) -> Result<InsertJob, Error> {
         let mut write = self.write("record a job").await?;
         if let Some(key) = &key
-            && let Some(answer) = find_by_key(&mut write, key).await?
+            && let Some(answer) = job_insert::find_by_key(&mut write, key).await?
         {
             return Ok(answer);
         }
-        let Some(job) = insert(&mut write, &job).await? else { return Ok(InsertJob::NoInput) };
+        let Some(job) = job_insert::insert(&mut write, &job).await? else { return Ok(InsertJob::NoInput) };
         if let Some(key) = &key {
-            insert_key(&mut write, key, job.id).await?;
+            job_insert::insert_key(&mut write, key, job.id).await?;
         }
         write.record_event(job.id, "created", "").await?;
         write.wakes();
@@ -42,12 +40,10 @@ impl Jobs for SqliteStore {
     }
 
     async fn find_job(&self, id: JobId) -> Result<Option<Job>, Error> {
-        let row = sqlx::query("select * from jobs where job_id = ?1 and deleted_at is null")
+        sqlx::query("select * from jobs where job_id = ?1 and deleted_at is null")
             .bind(key(id.uuid()))
-            .fetch_optional(&self.readers)
+            .find(&self.readers, "find a job", read)
             .await
-            .map_err(failed("find a job"))?;
-        row.as_ref().map(read).transpose()
     }
 
     async fn list_jobs(&self, query: JobQuery) -> Result<Page<Job>, Error> {
@@ -79,9 +75,8 @@ impl Jobs for SqliteStore {
         .bind(query.model)
         .bind(query.since.map(|since| since.micros()))
         .bind(i64::from(limit) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .map_err(failed(doing))?;
+        .rows_of(&self.readers, doing)
+        .await?;
         page(rows, limit, read)
     }
 
@@ -147,8 +142,7 @@ impl Jobs for SqliteStore {
     }
 
     async fn release_lost_leases(&self, id: JobId) -> Result<u32, Error> {
-        let doing = "release lost leases";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("release lost leases").await?;
         let rows = sqlx::query(
             "select s.job_id, s.shard_index from shards s indexed by shards_leased
             where s.job_id = ?1 and s.state = 'leased'
@@ -156,29 +150,20 @@ impl Jobs for SqliteStore {
         )
         .bind(key(id.uuid()))
         .bind(write.now - workers::LIVE_US)
-        .fetch_all(&mut *write)
-        .await
-        .map_err(failed(doing))?;
-        let shards = ShardList::from_rows(&rows)?;
-        if shards.is_empty() {
-            return Ok(0);
-        }
-        take_back::lost(&mut write, &shards).await?;
-        self.commit(write).await?;
-        Ok(shards.len())
+        .rows(&mut write)
+        .await?;
+        self.commit_lost(write, &rows).await
     }
 
     async fn expire_due_jobs(&self, limit: u32) -> Result<Vec<JobId>, Error> {
-        let doing = "expire jobs";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("expire jobs").await?;
         let rows = sqlx::query(
             "select job_id from jobs where state = 'in_progress' and expires_at <= ?1 order by expires_at limit ?2",
         )
         .bind(write.now)
         .bind(limit)
-        .fetch_all(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .rows(&mut write)
+        .await?;
         let expired: Vec<JobId> = rows.iter().map(SqliteRow::job_id).collect::<Result<_, _>>()?;
         if expired.is_empty() {
             return Ok(expired);
@@ -194,18 +179,14 @@ impl Jobs for SqliteStore {
     }
 
     async fn known_jobs(&self, ids: &[JobId]) -> Result<Vec<JobId>, Error> {
-        let doing = "tell known jobs";
-        let rows = sqlx::query("select job_id from jobs where job_id in (select unhex(value) from json_each(?1))")
+        sqlx::query("select job_id from jobs where job_id in (select unhex(value) from json_each(?1))")
             .bind(hex_list(ids.iter().map(JobId::uuid)))
-            .fetch_all(&self.readers)
+            .list(&self.readers, "tell known jobs", SqliteRow::job_id)
             .await
-            .map_err(failed(doing))?;
-        rows.iter().map(SqliteRow::job_id).collect()
     }
 
     async fn delete_job_if_terminal(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error> {
-        let doing = "delete a job";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("delete a job").await?;
         let Some(job) = find(&mut write, id).await? else { return Ok(Guarded::Lost { now: None }) };
         if !job.state.is_terminal() {
             return Ok(Guarded::Lost { now: Some(job.state) });
@@ -213,9 +194,8 @@ impl Jobs for SqliteStore {
         sqlx::query("update jobs set deleted_at = ?2 where job_id = ?1")
             .bind(key(id.uuid()))
             .bind(write.now)
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+            .change(&mut write)
+            .await?;
         write.record_event(id, "deleted", "").await?;
         self.commit(write).await?;
         Ok(Guarded::Applied(()))
@@ -228,7 +208,7 @@ impl Jobs for SqliteStore {
     async fn find_progress_of(&self, ids: &[JobId]) -> Result<Vec<(JobId, Progress)>, Error> {
         let doing = "sum up progress";
         let now = self.read_now(doing).await?;
-        let rows = sqlx::query(
+        sqlx::query(
             "select j.job_id, j.num_items, j.retries_used, j.final_completed, j.final_failed, j.final_cancelled,
                 j.final_expired, j.final_input_tokens, j.final_cached_tokens, j.final_output_tokens,
                 j.final_reasoning_tokens,
@@ -247,10 +227,8 @@ impl Jobs for SqliteStore {
         )
         .bind(hex_list(ids.iter().map(JobId::uuid)))
         .bind(now)
-        .fetch_all(&self.readers)
+        .list(&self.readers, doing, |row| Ok((row.job_id()?, read_progress(row)?)))
         .await
-        .map_err(failed(doing))?;
-        rows.iter().map(|row| Ok((row.job_id()?, read_progress(row)?))).collect()
     }
 }
 
@@ -258,87 +236,18 @@ fn missing(id: JobId) -> Error {
     Error::Missing { what: "job", id: id.to_string() }
 }
 
-/// The answer of an earlier create with this key, if one counts still.
-async fn find_by_key(write: &mut Write, wanted: &IdempotencyKey) -> Result<Option<InsertJob>, Error> {
-    let (doing, now) = (write.doing(), write.now);
-    sqlx::query(
-        "delete from idempotency_keys where key in (
-            select k.key from idempotency_keys k where k.created_at < ?1 order by k.created_at limit 10)
-            or key = ?2 and (created_at < ?1
-                or exists (select 1 from jobs j where j.job_id = idempotency_keys.job_id and j.deleted_at is not null))",
-    )
-    .bind(now - KEY_KEPT_US)
-    .bind(&wanted.key)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
-    let row = sqlx::query(
-        "select k.params_sha256, j.* from idempotency_keys k join jobs j on j.job_id = k.job_id where k.key = ?1",
-    )
-    .bind(&wanted.key)
-    .fetch_optional(&mut **write)
-    .await
-    .map_err(failed(doing))?;
-    let Some(row) = row else { return Ok(None) };
-    let same = row.hash("params_sha256")? == wanted.params_sha256;
-    Ok(Some(if same { InsertJob::Existing(read(&row)?) } else { InsertJob::KeyReused }))
-}
-
-async fn insert_key(write: &mut Write, new: &IdempotencyKey, job: JobId) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
-    sqlx::query("insert into idempotency_keys (key, params_sha256, job_id, created_at) values (?1, ?2, ?3, ?4)")
-        .bind(&new.key)
-        .bind(&new.params_sha256[..])
-        .bind(key(job.uuid()))
-        .bind(now)
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
-    Ok(())
-}
-
-/// Inserts the job with its input's size and hash; `None` without a present input.
-async fn insert(write: &mut Write, job: &NewJob) -> Result<Option<Job>, Error> {
-    let (doing, now) = (write.doing(), write.now);
-    let row = sqlx::query(
-        "insert into jobs (job_id, endpoint, input_file_id, input_bytes, input_sha256, completion_window, window_us,
-            metadata, name, priority, output_expires_after_us, state, created_at, expires_at, step_due_at)
-        select ?1, ?2, f.file_id, f.bytes, f.sha256, ?4, ?5, ?6, ?7, ?8, ?9, 'validating', ?10, ?11, ?10
-        from files f
-        where f.file_id = ?3 and f.purpose = 'batch' and f.deleted_at is null
-            and (f.expires_at is null or f.expires_at > ?10)
-        returning *",
-    )
-    .bind(key(job.id.uuid()))
-    .bind(job.endpoint.as_str())
-    .bind(key(job.input_file_id.uuid()))
-    .bind(&job.completion_window)
-    .bind(micros(job.window))
-    .bind(&job.metadata)
-    .bind(&job.name)
-    .bind(job.priority)
-    .bind(job.output_expires_after.map(micros))
-    .bind(now)
-    .bind(after(now, job.window))
-    .fetch_optional(&mut **write)
-    .await
-    .map_err(failed(doing))?;
-    row.as_ref().map(read).transpose()
-}
-
 async fn set_paused(write: &mut Write, id: JobId, paused: bool) -> Result<Job, Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let row = sqlx::query("update jobs set paused_at = ?2 where job_id = ?1 returning *")
         .bind(key(id.uuid()))
         .bind(paused.then_some(now))
-        .fetch_one(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .row(write)
+        .await?;
     read(&row)
 }
 
 async fn enter_cancelling(write: &mut Write, job: &Job, mode: CancelMode, drain: Duration) -> Result<Job, Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     // The step lease goes too, so that a running intake can record nothing more.
     let row = sqlx::query(
         "update jobs set state = 'cancelling', ending = 'cancelled', cancel_mode = ?2, cancelling_at = ?3,
@@ -354,23 +263,21 @@ async fn enter_cancelling(write: &mut Write, job: &Job, mode: CancelMode, drain:
     .bind(key(FileId::new().uuid()))
     .bind(key(FileId::new().uuid()))
     .bind(after(now, drain))
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row(write)
+    .await?;
     write.record_event(job.id, "cancelling", "").await?;
     read(&row)
 }
 
 async fn sharpen_cancel(write: &mut Write, id: JobId) -> Result<Job, Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let row = sqlx::query(
         "update jobs set cancel_mode = 'now', step_due_at = min(step_due_at, ?2) where job_id = ?1 returning *",
     )
     .bind(key(id.uuid()))
     .bind(now)
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row(write)
+    .await?;
     write.record_event(id, "cancelling", "now").await?;
     read(&row)
 }
@@ -378,7 +285,7 @@ async fn sharpen_cancel(write: &mut Write, id: JobId) -> Result<Job, Error> {
 /// Takes an `in_progress` job to `finalizing`: draws the ending and the file ids,
 /// makes finalize due. The caller holds the guard.
 pub(crate) async fn enter_finalizing(write: &mut Write, id: JobId, ending: Ending) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     sqlx::query(
         "update jobs set state = 'finalizing', ending = ?2, finalizing_at = ?3, paused_at = null,
             output_file_id = ?4, error_file_id = ?5, step_due_at = ?3, step_owner = null, step_until = null
@@ -389,9 +296,8 @@ pub(crate) async fn enter_finalizing(write: &mut Write, id: JobId, ending: Endin
     .bind(now)
     .bind(key(FileId::new().uuid()))
     .bind(key(FileId::new().uuid()))
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     write.record_event(id, "finalizing", ending.state().as_str()).await?;
     write.wakes();
     Ok(())
@@ -413,12 +319,10 @@ pub(crate) async fn is_all_done(write: &mut Write, id: JobId) -> Result<bool, Er
 
 /// The row of a job that is not deleted.
 pub(crate) async fn find_row(write: &mut Write, id: JobId) -> Result<Option<SqliteRow>, Error> {
-    let doing = write.doing();
     sqlx::query("select * from jobs where job_id = ?1 and deleted_at is null")
         .bind(key(id.uuid()))
-        .fetch_optional(&mut **write)
+        .row_if_any(write)
         .await
-        .map_err(failed(doing))
 }
 
 pub(crate) async fn find(write: &mut Write, id: JobId) -> Result<Option<Job>, Error> {

@@ -7,15 +7,14 @@ use overnight_store::{Error, Guarded, Outbox, OutboxEvent, OutboxState};
 use overnight_types::EventId;
 
 use crate::SqliteStore;
-use crate::error::failed;
 use crate::row::{Read, after, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 
 #[async_trait]
 impl Outbox for SqliteStore {
     async fn claim_event(&self, hold: Duration) -> Result<Option<OutboxEvent>, Error> {
-        let doing = "claim an event";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("claim an event").await?;
         let row = sqlx::query(
             "update outbox set attempts = attempts + 1, due_at = ?2
             where event_id = (
@@ -24,9 +23,8 @@ impl Outbox for SqliteStore {
         )
         .bind(write.now)
         .bind(after(write.now, hold))
-        .fetch_optional(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .row_if_any(&mut write)
+        .await?;
         let Some(row) = row else { return Ok(None) };
         let created_at = row.at("created_at")?;
         let event = OutboxEvent {
@@ -42,17 +40,14 @@ impl Outbox for SqliteStore {
     }
 
     async fn deliver_event_if_undelivered(&self, event: EventId) -> Result<Guarded<OutboxState>, Error> {
-        let doing = "record a delivered event";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("record a delivered event").await?;
         let changed = sqlx::query(
             "update outbox set delivered_at = ?2, due_at = null where event_id = ?1 and delivered_at is null",
         )
         .bind(key(event.uuid()))
         .bind(write.now)
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?
-        .rows_affected();
+        .change(&mut write)
+        .await?;
         if changed == 0 {
             return state_now(&mut write, event).await;
         }
@@ -87,7 +82,6 @@ impl Outbox for SqliteStore {
 
 /// Whether the try still holds the event; its next due time is then set.
 async fn set_due(write: &mut Write, event: &OutboxEvent, due: Option<i64>) -> Result<bool, Error> {
-    let doing = write.doing();
     let changed = sqlx::query(
         "update outbox set due_at = ?3
         where event_id = ?1 and attempts = ?2 and delivered_at is null and due_at is not null",
@@ -95,20 +89,16 @@ async fn set_due(write: &mut Write, event: &OutboxEvent, due: Option<i64>) -> Re
     .bind(key(event.id.uuid()))
     .bind(event.attempts)
     .bind(due)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?
-    .rows_affected();
+    .change(write)
+    .await?;
     Ok(changed > 0)
 }
 
 async fn state_now(write: &mut Write, event: EventId) -> Result<Guarded<OutboxState>, Error> {
-    let doing = write.doing();
     let row = sqlx::query("select due_at is not null as is_open, delivered_at is not null as is_delivered from outbox where event_id = ?1")
         .bind(key(event.uuid()))
-        .fetch_optional(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .row_if_any(write)
+        .await?;
     let Some(row) = row else { return Ok(Guarded::Lost { now: None }) };
     let now = match (row.u32("is_delivered")?, row.u32("is_open")?) {
         (1.., _) => OutboxState::Delivered,

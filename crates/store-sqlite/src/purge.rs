@@ -6,6 +6,7 @@ use overnight_types::JobId;
 use crate::SqliteStore;
 use crate::error::failed;
 use crate::row::{Read, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 
 /// Pages given back to the file system at a time.
@@ -33,9 +34,8 @@ impl SqliteStore {
         let rows =
             sqlx::query("select job_id from jobs where deleted_at is not null order by deleted_at, job_id limit ?1")
                 .bind(limit)
-                .fetch_all(&mut *write)
-                .await
-                .map_err(failed(doing))?;
+                .rows(&mut write)
+                .await?;
         let (mut left, mut gone) = (limit, Vec::new());
         for row in &rows {
             let job = row.job_id()?;
@@ -57,19 +57,12 @@ impl SqliteStore {
 /// Deletes up to `left` rows of a job, its own last, and lowers `left` by them.
 /// True when its own went.
 async fn purge_one(write: &mut Write, job: JobId, left: &mut u32) -> Result<bool, Error> {
-    let doing = write.doing();
     let mut deleted = 0;
     for &piece in PIECES {
         if *left == 0 {
             return Ok(false);
         }
-        deleted = sqlx::query(piece)
-            .bind(key(job.uuid()))
-            .bind(*left)
-            .execute(&mut **write)
-            .await
-            .map_err(failed(doing))?
-            .rows_affected();
+        deleted = sqlx::query(piece).bind(key(job.uuid())).bind(*left).change(write).await?;
         *left = left.saturating_sub(u32::try_from(deleted).unwrap_or(u32::MAX));
     }
     Ok(deleted == 1)

@@ -12,6 +12,7 @@ use sqlx::sqlite::SqliteRow;
 use crate::commit::is_subset;
 use crate::error::{failed, refused};
 use crate::row::{Read, hex, key, micros};
+use crate::statement::Statement;
 use crate::transaction::Write;
 use crate::{SqliteStore, jobs, segments};
 
@@ -93,9 +94,8 @@ async fn start_round(write: &mut Write, job: &Job, reopen: &Reopen) -> Result<Jo
     .bind(micros(window))
     .bind(jobs::window_end(write, window).micros())
     .bind(now)
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(DOING))?;
+    .row(write)
+    .await?;
     jobs::read(&row)
 }
 
@@ -119,9 +119,8 @@ async fn reopen_shards(write: &mut Write, job: &Job, reopen: &Reopen) -> Result<
                 .bind(key(job.id.uuid()))
                 .bind(from)
                 .bind(PIECE)
-                .fetch_all(&mut **write)
-                .await
-                .map_err(failed(DOING))?;
+                .rows(write)
+                .await?;
         let Some(last) = rows.last() else { break };
         from = last.u32("shard_index")? + 1;
         let mut changed = Vec::new();
@@ -168,9 +167,8 @@ async fn update_shards(write: &mut Write, job: JobId, changed: Vec<serde_json::V
     .bind(key(job.uuid()))
     .bind(serde_json::Value::from(changed).to_string())
     .bind(now)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(DOING))?;
+    .change(write)
+    .await?;
     Ok(())
 }
 

@@ -6,8 +6,8 @@ use overnight_types::{Bitmap, Epoch, JobId, ShardIndex};
 use sqlx::sqlite::SqliteRow;
 
 use crate::SqliteStore;
-use crate::error::failed;
 use crate::row::{Read, bits_or_null, int, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 
 #[async_trait]
@@ -23,9 +23,8 @@ impl Segments for SqliteStore {
         .bind(key(job.uuid()))
         .bind(from.0)
         .bind(int(limit as u64) + 1)
-        .fetch_all(&self.readers)
-        .await
-        .map_err(failed("list segments"))?;
+        .rows_of(&self.readers, "list segments")
+        .await?;
         let mut segments: Vec<Segment> = rows.iter().map(read).collect::<Result<_, _>>()?;
         // One row past the limit: its shard may have more, so it waits for the next call.
         if let Some(cut) = segments.get(limit).map(|segment| segment.new.shard) {
@@ -38,22 +37,20 @@ impl Segments for SqliteStore {
     }
 
     async fn list_segments_of_shard(&self, job: JobId, shard: ShardIndex) -> Result<Vec<Segment>, Error> {
-        let rows = sqlx::query(
+        sqlx::query(
             "select g.*, s.num_items as num_bits from segments g
             join shards s on s.job_id = g.job_id and s.shard_index = g.shard_index
             where g.job_id = ?1 and g.shard_index = ?2 order by g.seq",
         )
         .bind(key(job.uuid()))
         .bind(shard.0)
-        .fetch_all(&self.readers)
+        .list(&self.readers, "list segments of a shard", read)
         .await
-        .map_err(failed("list segments of a shard"))?;
-        rows.iter().map(read).collect()
     }
 
     async fn list_segments_committed(&self, selection: SegmentSelection) -> Result<Vec<Segment>, Error> {
         // Writers come one after another, so a higher number never commits first.
-        let rows = sqlx::query(
+        sqlx::query(
             "select g.*, s.num_items as num_bits from segments g
             join shards s on s.job_id = g.job_id and s.shard_index = g.shard_index
             where g.job_id = ?1 and g.committed >= ?2 and (g.committed > ?2 or g.shard_index > ?3)
@@ -65,10 +62,8 @@ impl Segments for SqliteStore {
         .bind(selection.after.shard)
         .bind(selection.round)
         .bind(selection.limit)
-        .fetch_all(&self.readers)
+        .list(&self.readers, "list segments in commit order", read)
         .await
-        .map_err(failed("list segments in commit order"))?;
-        rows.iter().map(read).collect()
     }
 }
 
@@ -80,7 +75,6 @@ pub(crate) async fn insert(
     segment: &NewSegment,
     replace: bool,
 ) -> Result<(), Error> {
-    let doing = write.doing();
     let statement = if replace {
         "insert or replace into segments (job_id, shard_index, seq, epoch, round, num_items, items, failed,
             code_counts, input_tokens, cached_tokens, output_tokens, reasoning_tokens, byte_len, sha256)
@@ -106,9 +100,8 @@ pub(crate) async fn insert(
         .bind(int(segment.usage.reasoning_tokens))
         .bind(int(segment.byte_len))
         .bind(&segment.sha256[..])
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .change(write)
+        .await?;
     Ok(())
 }
 

@@ -12,6 +12,7 @@ use sqlx::sqlite::SqliteRow;
 
 use crate::error::{damaged, failed, refused};
 use crate::row::{Read, after, hex_list, int, key};
+use crate::statement::Statement;
 use crate::take_back::{self, ShardList};
 use crate::transaction::Write;
 use crate::{SqliteStore, attempts, faults, jobs};
@@ -33,12 +34,11 @@ impl Shards for SqliteStore {
     }
 
     async fn extend_shards(&self, worker: WorkerId, keys: &[ShardKey], ttl: Duration) -> Result<Vec<ShardKey>, Error> {
-        let doing = "extend leases";
         let names: Vec<_> = keys
             .iter()
             .map(|key| serde_json::json!([key.job.uuid().simple().to_string(), key.shard.0, key.epoch.0]))
             .collect();
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("extend leases").await?;
         let rows = sqlx::query(
             "update shards set lease_until = ?3
             where state = 'leased' and owner = ?2 and (job_id, shard_index, epoch) in
@@ -48,9 +48,8 @@ impl Shards for SqliteStore {
         .bind(serde_json::Value::from(names).to_string())
         .bind(key(worker.uuid()))
         .bind(after(write.now, ttl))
-        .fetch_all(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .rows(&mut write)
+        .await?;
         self.commit(write).await?;
         let mut lost = keys.to_vec();
         for row in &rows {
@@ -101,10 +100,8 @@ impl Shards for SqliteStore {
         .bind(int(shard.epoch.0))
         .bind(after(write.now, delay))
         .bind(why == AttemptEnd::Lost)
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?
-        .rows_affected();
+        .change(&mut write)
+        .await?;
         if released == 0 {
             return state_now(&mut write, shard).await;
         }
@@ -120,8 +117,7 @@ impl Shards for SqliteStore {
         shard: ShardKey,
         item: Option<ItemIndex>,
     ) -> Result<Guarded<ShardState, ()>, Error> {
-        let doing = "name the item that runs alone";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("name the item that runs alone").await?;
         let set = sqlx::query(
             "update shards set probe_item = ?4, probe_epoch = iif(?4 is null, null, epoch),
                 probe_deaths = iif(probe_item is ?4, probe_deaths, 0)
@@ -131,10 +127,8 @@ impl Shards for SqliteStore {
         .bind(shard.shard.0)
         .bind(int(shard.epoch.0))
         .bind(item.map(|item| int(item.0)))
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?
-        .rows_affected();
+        .change(&mut write)
+        .await?;
         if set == 0 {
             return state_now(&mut write, shard).await;
         }
@@ -143,17 +137,15 @@ impl Shards for SqliteStore {
     }
 
     async fn release_leases_of_dead(&self, workers: &[WorkerId]) -> Result<u32, Error> {
-        let doing = "release leases of dead workers";
         let dead = hex_list(workers.iter().map(WorkerId::uuid));
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("release leases of dead workers").await?;
         let rows = sqlx::query(
             "select job_id, shard_index from shards indexed by shards_leased
             where state = 'leased' and owner in (select unhex(value) from json_each(?1))",
         )
         .bind(&dead)
-        .fetch_all(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .rows(&mut write)
+        .await?;
         let shards = ShardList::from_rows(&rows)?;
         take_back::lost(&mut write, &shards).await?;
         let steps = sqlx::query(
@@ -161,90 +153,69 @@ impl Shards for SqliteStore {
             where step_due_at is not null and step_owner in (select unhex(value) from json_each(?1))",
         )
         .bind(&dead)
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?
-        .rows_affected();
+        .change(&mut write)
+        .await?;
         write.wakes();
         self.commit(write).await?;
         Ok(shards.len() + u32::try_from(steps).unwrap_or(u32::MAX))
     }
 
     async fn release_expired_leases(&self, limit: u32) -> Result<u32, Error> {
-        let doing = "release expired leases";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("release expired leases").await?;
         let rows = sqlx::query(
             "select job_id, shard_index from shards where state = 'leased' and lease_until <= ?1
             order by lease_until limit ?2",
         )
         .bind(write.now)
         .bind(limit)
-        .fetch_all(&mut *write)
-        .await
-        .map_err(failed(doing))?;
-        let shards = ShardList::from_rows(&rows)?;
-        if shards.is_empty() {
-            return Ok(0);
-        }
-        take_back::lost(&mut write, &shards).await?;
-        self.commit(write).await?;
-        Ok(shards.len())
+        .rows(&mut write)
+        .await?;
+        self.commit_lost(write, &rows).await
     }
 
     async fn find_job_signals(&self, jobs: &[JobId]) -> Result<Vec<JobSignal>, Error> {
-        let rows = sqlx::query(
+        sqlx::query(
             "select job_id, state, paused_at, cancel_mode, round from jobs
             where job_id in (select unhex(value) from json_each(?1)) and deleted_at is null",
         )
         .bind(hex_list(jobs.iter().map(JobId::uuid)))
-        .fetch_all(&self.readers)
-        .await
-        .map_err(failed("read job signals"))?;
-        rows.iter()
-            .map(|row| {
-                Ok(JobSignal {
-                    job: row.job_id()?,
-                    state: row.word("state")?,
-                    paused: row.int_or_null("paused_at")?.is_some(),
-                    cancel_mode: row.word("cancel_mode")?,
-                    round: row.u32("round")?,
-                })
+        .list(&self.readers, "read job signals", |row| {
+            Ok(JobSignal {
+                job: row.job_id()?,
+                state: row.word("state")?,
+                paused: row.int_or_null("paused_at")?.is_some(),
+                cancel_mode: row.word("cancel_mode")?,
+                round: row.u32("round")?,
             })
-            .collect()
+        })
+        .await
     }
 
     async fn find_shard(&self, job: JobId, shard: ShardIndex) -> Result<Option<Shard>, Error> {
-        let row = sqlx::query("select * from shards where job_id = ?1 and shard_index = ?2")
+        sqlx::query("select * from shards where job_id = ?1 and shard_index = ?2")
             .bind(key(job.uuid()))
             .bind(shard.0)
-            .fetch_optional(&self.readers)
+            .find(&self.readers, "find a shard", read)
             .await
-            .map_err(failed("find a shard"))?;
-        row.as_ref().map(read).transpose()
     }
 
     async fn find_shard_of_item(&self, job: JobId, item: ItemIndex) -> Result<Option<Shard>, Error> {
-        let row =
+        let shard =
             sqlx::query("select * from shards where job_id = ?1 and first_item <= ?2 order by first_item desc limit 1")
                 .bind(key(job.uuid()))
                 .bind(int(item.0))
-                .fetch_optional(&self.readers)
-                .await
-                .map_err(failed("find the shard of an item"))?;
-        let shard = row.as_ref().map(read).transpose()?;
+                .find(&self.readers, "find the shard of an item", read)
+                .await?;
         Ok(shard.filter(|shard| item.0 < shard.cut.first_item.0 + u64::from(shard.cut.num_items)))
     }
 
     async fn list_shards(&self, job: JobId, from: ShardIndex, limit: u32) -> Result<Vec<Shard>, Error> {
-        let rows =
-            sqlx::query("select * from shards where job_id = ?1 and shard_index >= ?2 order by shard_index limit ?3")
-                .bind(key(job.uuid()))
-                .bind(from.0)
-                .bind(limit)
-                .fetch_all(&self.readers)
-                .await
-                .map_err(failed("list shards"))?;
-        rows.iter().map(read).collect()
+        sqlx::query("select * from shards where job_id = ?1 and shard_index >= ?2 order by shard_index limit ?3")
+            .bind(key(job.uuid()))
+            .bind(from.0)
+            .bind(limit)
+            .list(&self.readers, "list shards", read)
+            .await
     }
 
     async fn list_faults(&self, job: JobId, from: ItemIndex, to: ItemIndex, limit: u32) -> Result<Vec<Fault>, Error> {
@@ -283,7 +254,7 @@ macro_rules! runnable {
 
 /// The job to serve now and its first shard that may be leased.
 async fn choose(write: &mut Write, claim: &ClaimShard) -> Result<Option<(JobId, ShardIndex)>, Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let statement = if claim.oldest {
         runnable!("j.created_at, j.job_id")
     } else {
@@ -292,23 +263,21 @@ async fn choose(write: &mut Write, claim: &ClaimShard) -> Result<Option<(JobId, 
     let row = sqlx::query(statement)
         .bind(now)
         .bind(claim.models.as_ref().map(|models| serde_json::json!(models).to_string()))
-        .fetch_optional(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .row_if_any(write)
+        .await?;
     row.map(|row| Ok((row.job_id()?, ShardIndex(row.u32("shard")?)))).transpose()
 }
 
 /// Takes the shard under a new epoch; a lease that ran out is taken back first.
 async fn lease(write: &mut Write, claim: &ClaimShard, job: JobId, shard: ShardIndex) -> Result<Shard, Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let expired = sqlx::query(
         "select job_id, shard_index from shards where job_id = ?1 and shard_index = ?2 and state = 'leased'",
     )
     .bind(key(job.uuid()))
     .bind(shard.0)
-    .fetch_all(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .rows(write)
+    .await?;
     take_back::lost(write, &ShardList::from_rows(&expired)?).await?;
     let row = sqlx::query(
         "update shards set state = 'leased', epoch = epoch + 1, owner = ?3, lease_until = ?4
@@ -318,21 +287,18 @@ async fn lease(write: &mut Write, claim: &ClaimShard, job: JobId, shard: ShardIn
     .bind(shard.0)
     .bind(key(claim.worker.uuid()))
     .bind(after(now, claim.ttl))
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row(write)
+    .await?;
     read(&row)
 }
 
 /// The answer of a lost guard.
 async fn state_now(write: &mut Write, shard: ShardKey) -> Result<Guarded<ShardState, ()>, Error> {
-    let doing = write.doing();
     let row = sqlx::query("select state from shards where job_id = ?1 and shard_index = ?2")
         .bind(key(shard.job.uuid()))
         .bind(shard.shard.0)
-        .fetch_optional(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .row_if_any(write)
+        .await?;
     Ok(Guarded::Lost { now: row.map(|row| row.word("state")).transpose()? })
 }
 

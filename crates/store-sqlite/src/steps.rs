@@ -8,16 +8,16 @@ use overnight_store::{
 };
 use overnight_types::{Ending, Epoch, EventId, FileId, JobId, JobState, OutcomeCounts, WorkerId};
 
-use crate::error::{failed, refused};
+use crate::error::refused;
 use crate::row::{Read, after, int, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 use crate::{SqliteStore, files, jobs, take_back};
 
 #[async_trait]
 impl Steps for SqliteStore {
     async fn claim_step(&self, worker: WorkerId, ttl: Duration) -> Result<Option<StepLease>, Error> {
-        let doing = "lease a step";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("lease a step").await?;
         let now = write.now;
         // A claimed step goes to the end of the line, so that one that kills its
         // worker again and again lets the others through.
@@ -33,9 +33,8 @@ impl Steps for SqliteStore {
         .bind(now)
         .bind(key(worker.uuid()))
         .bind(after(now, ttl))
-        .fetch_optional(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .row_if_any(&mut write)
+        .await?;
         let Some(row) = row else { return Ok(None) };
         let job = jobs::read(&row)?;
         let kind = if job.state == JobState::Validating { StepKind::Intake } else { StepKind::Finalize };
@@ -46,8 +45,7 @@ impl Steps for SqliteStore {
     }
 
     async fn extend_step_if_leased(&self, lease: &StepLease, ttl: Duration) -> Result<Guarded<JobState, ()>, Error> {
-        let doing = "extend a step's lease";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("extend a step's lease").await?;
         if let Err(now) = hold(&mut write, lease).await? {
             return Ok(Guarded::Lost { now });
         }
@@ -55,16 +53,14 @@ impl Steps for SqliteStore {
         sqlx::query("update jobs set step_until = ?2 where job_id = ?1")
             .bind(key(lease.job.id.uuid()))
             .bind(until)
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+            .change(&mut write)
+            .await?;
         self.commit(write).await?;
         Ok(Guarded::Applied(()))
     }
 
     async fn release_step_if_leased(&self, lease: &StepLease, delay: Duration) -> Result<Guarded<JobState, ()>, Error> {
-        let doing = "release a step";
-        let mut write = self.write(doing).await?;
+        let mut write = self.write("release a step").await?;
         if let Err(now) = hold(&mut write, lease).await? {
             return Ok(Guarded::Lost { now });
         }
@@ -72,9 +68,8 @@ impl Steps for SqliteStore {
         sqlx::query("update jobs set step_due_at = ?2, step_owner = null, step_until = null where job_id = ?1")
             .bind(key(lease.job.id.uuid()))
             .bind(due)
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+            .change(&mut write)
+            .await?;
         write.wakes();
         self.commit(write).await?;
         Ok(Guarded::Applied(()))
@@ -88,9 +83,8 @@ impl Steps for SqliteStore {
     ) -> Result<Guarded<JobState, ()>, Error> {
         let doing = "record intake";
         let mut write = self.write(doing).await?;
-        let job = match hold(&mut write, lease).await? {
-            Ok(job) if lease.kind == StepKind::Intake => job,
-            Ok(job) => return Ok(Guarded::Lost { now: Some(job.state) }),
+        let job = match hold_as(StepKind::Intake, &mut write, lease).await? {
+            Ok(job) => job,
             Err(now) => return Ok(Guarded::Lost { now }),
         };
         if progress.offset < job.intake_offset {
@@ -101,27 +95,23 @@ impl Steps for SqliteStore {
             .bind(key(job.id.uuid()))
             .bind(int(progress.offset))
             .bind(progress.notes)
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+            .change(&mut write)
+            .await?;
         self.commit(write).await?;
         Ok(Guarded::Applied(()))
     }
 
     async fn restart_intake_if_leased(&self, lease: &StepLease) -> Result<Guarded<JobState, Job>, Error> {
-        let doing = "start intake over";
-        let mut write = self.write(doing).await?;
-        let job = match hold(&mut write, lease).await? {
-            Ok(job) if lease.kind == StepKind::Intake => job,
-            Ok(job) => return Ok(Guarded::Lost { now: Some(job.state) }),
+        let mut write = self.write("start intake over").await?;
+        let job = match hold_as(StepKind::Intake, &mut write, lease).await? {
+            Ok(job) => job,
             Err(now) => return Ok(Guarded::Lost { now }),
         };
         drop_shards(&mut write, job.id).await?;
         let row = sqlx::query("update jobs set intake_offset = 0, intake_notes = null where job_id = ?1 returning *")
             .bind(key(job.id.uuid()))
-            .fetch_one(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+            .row(&mut write)
+            .await?;
         let job = jobs::read(&row)?;
         self.commit(write).await?;
         Ok(Guarded::Applied(job))
@@ -133,9 +123,8 @@ impl Steps for SqliteStore {
         end: IntakeEnd,
     ) -> Result<Guarded<JobState, Job>, Error> {
         let mut write = self.write("end intake").await?;
-        let job = match hold(&mut write, lease).await? {
-            Ok(job) if lease.kind == StepKind::Intake => job,
-            Ok(job) => return Ok(Guarded::Lost { now: Some(job.state) }),
+        let job = match hold_as(StepKind::Intake, &mut write, lease).await? {
+            Ok(job) => job,
             Err(now) => return Ok(Guarded::Lost { now }),
         };
         match end {
@@ -166,9 +155,8 @@ impl Steps for SqliteStore {
         published: Published,
     ) -> Result<Guarded<JobState, Job>, Error> {
         let mut write = self.write("end a job").await?;
-        let job = match hold(&mut write, lease).await? {
-            Ok(job) if lease.kind == StepKind::Finalize => job,
-            Ok(job) => return Ok(Guarded::Lost { now: Some(job.state) }),
+        let job = match hold_as(StepKind::Finalize, &mut write, lease).await? {
+            Ok(job) => job,
             Err(now) => return Ok(Guarded::Lost { now }),
         };
         check_accounting(&mut write, &job, &published).await?;
@@ -195,8 +183,13 @@ async fn hold(write: &mut Write, lease: &StepLease) -> Result<Result<Job, Option
     Ok(if held { Ok(job) } else { Err(Some(job.state)) })
 }
 
+/// The same for a call that only this kind of step makes.
+async fn hold_as(kind: StepKind, write: &mut Write, lease: &StepLease) -> Result<Result<Job, Option<JobState>>, Error> {
+    Ok(hold(write, lease).await?.and_then(|job| if lease.kind == kind { Ok(job) } else { Err(Some(job.state)) }))
+}
+
 async fn insert_shards(write: &mut Write, job: JobId, shards: &[NewShard]) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     for part in shards.chunks(1_000) {
         let rows: Vec<_> = part
             .iter()
@@ -217,9 +210,8 @@ async fn insert_shards(write: &mut Write, job: JobId, shards: &[NewShard]) -> Re
         .bind(key(job.uuid()))
         .bind(now)
         .bind(serde_json::Value::from(rows).to_string())
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .change(write)
+        .await?;
     }
     Ok(())
 }
@@ -239,9 +231,8 @@ async fn begin_running(
             coalesce(max(first_item + num_items), 0) as end_item from shards where job_id = ?1",
     )
     .bind(key(job.id.uuid()))
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row(write)
+    .await?;
     let cut = (row.u64("num_shards")?, row.u64("num_items")?, row.u64("end_item")?);
     if cut != (u64::from(num_shards), num_items, num_items) {
         return Err(refused(doing, format!("{num_items} items in {num_shards} shards, but recorded are {cut:?}")));
@@ -256,9 +247,8 @@ async fn begin_running(
     .bind(int(num_items))
     .bind(num_shards)
     .bind(now)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     write.record_event(job.id, "in_progress", "").await?;
     if num_items == 0 {
         jobs::enter_finalizing(write, job.id, Ending::Completed).await?;
@@ -270,7 +260,7 @@ async fn begin_running(
 
 /// The input is faulty: nothing ran, nothing of it stays but the errors.
 async fn fail(write: &mut Write, job: JobId, errors: &str) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     drop_shards(write, job).await?;
     sqlx::query(
         "update jobs set state = 'failed', failed_at = ?2, errors = ?3, intake_notes = null, paused_at = null,
@@ -280,21 +270,15 @@ async fn fail(write: &mut Write, job: JobId, errors: &str) -> Result<(), Error> 
     .bind(key(job.uuid()))
     .bind(now)
     .bind(errors)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     write.record_event(job, "failed", "").await?;
     tell(write, job, JobState::Failed).await
 }
 
 /// Drops what intake has cut; nothing has run of it.
 async fn drop_shards(write: &mut Write, job: JobId) -> Result<(), Error> {
-    let doing = write.doing();
-    sqlx::query("delete from shards where job_id = ?1")
-        .bind(key(job.uuid()))
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+    sqlx::query("delete from shards where job_id = ?1").bind(key(job.uuid())).change(write).await?;
     Ok(())
 }
 
@@ -307,9 +291,8 @@ async fn check_accounting(write: &mut Write, job: &Job, published: &Published) -
         from shards where job_id = ?1",
     )
     .bind(key(job.id.uuid()))
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .row(write)
+    .await?;
     let (done, failed_bits) = (row.u64("num_done")?, row.u64("num_failed")?);
     let (cancelled, expired) = (row.u64("num_cancelled")?, row.u64("num_expired")?);
     let undone = job.num_items.saturating_sub(done);
@@ -344,19 +327,17 @@ async fn record_published(write: &mut Write, job: &Job, published: &Published) -
 }
 
 async fn set_file_expiry(write: &mut Write, file: FileId, until: i64) -> Result<(), Error> {
-    let doing = write.doing();
     sqlx::query("update files set expires_at = ?2 where file_id = ?1")
         .bind(key(file.uuid()))
         .bind(until)
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .change(write)
+        .await?;
     Ok(())
 }
 
 /// The terminal state, its moment, the final counts; faults go.
 async fn end(write: &mut Write, job: &Job, published: &Published) -> Result<Job, Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let state = job.ending.map_or(job.state, Ending::state);
     let Published { counts, usage, .. } = published;
     let row = sqlx::query(
@@ -379,14 +360,9 @@ async fn end(write: &mut Write, job: &Job, published: &Published) -> Result<Job,
     .bind(int(usage.cached_tokens))
     .bind(int(usage.output_tokens))
     .bind(int(usage.reasoning_tokens))
-    .fetch_one(&mut **write)
-    .await
-    .map_err(failed(doing))?;
-    sqlx::query("delete from item_faults where job_id = ?1")
-        .bind(key(job.id.uuid()))
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+    .row(write)
+    .await?;
+    sqlx::query("delete from item_faults where job_id = ?1").bind(key(job.id.uuid())).change(write).await?;
     write.record_event(job.id, state.as_str(), "").await?;
     tell(write, job.id, state).await?;
     jobs::read(&row)
@@ -394,14 +370,13 @@ async fn end(write: &mut Write, job: &Job, published: &Published) -> Result<Job,
 
 /// Puts the end of a job into the outbox.
 async fn tell(write: &mut Write, job: JobId, state: JobState) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     sqlx::query("insert into outbox (event_id, job_id, kind, created_at, due_at) values (?1, ?2, ?3, ?4, ?4)")
         .bind(key(EventId::new().uuid()))
         .bind(key(job.uuid()))
         .bind(format!("batch.{state}"))
         .bind(now)
-        .execute(&mut **write)
-        .await
-        .map_err(failed(doing))?;
+        .change(write)
+        .await?;
     Ok(())
 }

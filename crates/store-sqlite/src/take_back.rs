@@ -7,8 +7,9 @@ use overnight_store::{AttemptEnd, Error};
 use overnight_types::{JobId, ShardIndex};
 use sqlx::sqlite::SqliteRow;
 
-use crate::error::failed;
+use crate::SqliteStore;
 use crate::row::{Read, key};
+use crate::statement::Statement;
 use crate::transaction::Write;
 
 /// Names of shards, as the JSON that the statements below take.
@@ -36,13 +37,26 @@ impl ShardList {
     }
 }
 
+impl SqliteStore {
+    /// Takes back the leases that these rows name and commits; says how many.
+    pub(crate) async fn commit_lost(&self, mut write: Write, rows: &[SqliteRow]) -> Result<u32, Error> {
+        let shards = ShardList::from_rows(rows)?;
+        if shards.is_empty() {
+            return Ok(0);
+        }
+        lost(&mut write, &shards).await?;
+        self.commit(write).await?;
+        Ok(shards.len())
+    }
+}
+
 /// Ends leases whose worker is gone: each counts as a crash unless it committed,
 /// and as a death of the item that ran alone under it.
 pub(crate) async fn lost(write: &mut Write, shards: &ShardList) -> Result<(), Error> {
     if shards.is_empty() {
         return Ok(());
     }
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     end_attempts(write, shards, AttemptEnd::Lost).await?;
     sqlx::query(
         "update shards set state = 'ready', owner = null, lease_until = null, not_before = ?2,
@@ -55,9 +69,8 @@ pub(crate) async fn lost(write: &mut Write, shards: &ShardList) -> Result<(), Er
     )
     .bind(&shards.json)
     .bind(now)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     finalize_drained(write, shards).await?;
     write.wakes();
     Ok(())
@@ -65,14 +78,13 @@ pub(crate) async fn lost(write: &mut Write, shards: &ShardList) -> Result<(), Er
 
 /// Ends leases on purpose and raises their epochs; counts against nobody.
 pub(crate) async fn fence(write: &mut Write, job: JobId) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let rows = sqlx::query(
         "select job_id, shard_index from shards indexed by shards_leased where job_id = ?1 and state = 'leased'",
     )
     .bind(key(job.uuid()))
-    .fetch_all(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .rows(write)
+    .await?;
     let shards = ShardList::from_rows(&rows)?;
     if shards.is_empty() {
         return Ok(());
@@ -85,9 +97,8 @@ pub(crate) async fn fence(write: &mut Write, job: JobId) -> Result<(), Error> {
     )
     .bind(key(job.uuid()))
     .bind(now)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     Ok(())
 }
 
@@ -98,7 +109,7 @@ pub(crate) async fn finalize_if_drained(write: &mut Write, job: JobId, shard: Sh
 }
 
 async fn finalize_drained(write: &mut Write, shards: &ShardList) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     let drained = sqlx::query(
         "update jobs set step_due_at = ?2
         where state = 'cancelling' and step_due_at > ?2 and step_until is null
@@ -108,10 +119,8 @@ async fn finalize_drained(write: &mut Write, shards: &ShardList) -> Result<(), E
     )
     .bind(&shards.json)
     .bind(now)
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?
-    .rows_affected();
+    .change(write)
+    .await?;
     if drained > 0 {
         write.wakes();
     }
@@ -119,7 +128,7 @@ async fn finalize_drained(write: &mut Write, shards: &ShardList) -> Result<(), E
 }
 
 async fn end_attempts(write: &mut Write, shards: &ShardList, end: AttemptEnd) -> Result<(), Error> {
-    let (doing, now) = (write.doing(), write.now);
+    let now = write.now;
     sqlx::query(
         "update attempts set ended_at = ?2, end = ?3
         where ended_at is null and (job_id, shard_index, epoch) in (
@@ -130,8 +139,7 @@ async fn end_attempts(write: &mut Write, shards: &ShardList, end: AttemptEnd) ->
     .bind(&shards.json)
     .bind(now)
     .bind(end.as_str())
-    .execute(&mut **write)
-    .await
-    .map_err(failed(doing))?;
+    .change(write)
+    .await?;
     Ok(())
 }

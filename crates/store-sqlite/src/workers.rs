@@ -6,8 +6,9 @@ use overnight_types::WorkerId;
 use sqlx::sqlite::SqliteRow;
 
 use crate::SqliteStore;
-use crate::error::{damaged, failed};
+use crate::error::damaged;
 use crate::row::{Read, key};
+use crate::statement::Statement;
 
 /// A worker whose last report is older is not live.
 pub(crate) const LIVE_US: i64 = 60_000_000;
@@ -18,13 +19,8 @@ const KEPT_US: i64 = 24 * 3_600_000_000;
 #[async_trait]
 impl Workers for SqliteStore {
     async fn report_worker(&self, worker: &NewWorker) -> Result<(), Error> {
-        let doing = "report a worker";
-        let mut write = self.write(doing).await?;
-        sqlx::query("delete from workers where seen_at < ?1")
-            .bind(write.now - KEPT_US)
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+        let mut write = self.write("report a worker").await?;
+        sqlx::query("delete from workers where seen_at < ?1").bind(write.now - KEPT_US).change(&mut write).await?;
         sqlx::query(
             "insert into workers (worker_id, host, pid, models, started_at, seen_at)
             values (?1, ?2, ?3, ?4, ?5, ?5)
@@ -35,45 +31,33 @@ impl Workers for SqliteStore {
         .bind(worker.pid)
         .bind(serde_json::json!(worker.models).to_string())
         .bind(write.now)
-        .execute(&mut *write)
-        .await
-        .map_err(failed(doing))?;
+        .change(&mut write)
+        .await?;
         self.commit(write).await
     }
 
     async fn remove_worker(&self, id: WorkerId) -> Result<(), Error> {
-        let doing = "remove a worker";
-        let mut write = self.write(doing).await?;
-        sqlx::query("delete from workers where worker_id = ?1")
-            .bind(key(id.uuid()))
-            .execute(&mut *write)
-            .await
-            .map_err(failed(doing))?;
+        let mut write = self.write("remove a worker").await?;
+        sqlx::query("delete from workers where worker_id = ?1").bind(key(id.uuid())).change(&mut write).await?;
         self.commit(write).await
     }
 
     async fn list_live_workers(&self) -> Result<Vec<LiveWorker>, Error> {
         let doing = "list live workers";
         let now = self.read_now(doing).await?;
-        let rows = sqlx::query("select * from workers where seen_at >= ?1 order by started_at, worker_id")
+        sqlx::query("select * from workers where seen_at >= ?1 order by started_at, worker_id")
             .bind(now - LIVE_US)
-            .fetch_all(&self.readers)
-            .await
-            .map_err(failed(doing))?;
-        rows.iter()
-            .map(|row| {
+            .list(&self.readers, doing, |row| {
                 Ok(LiveWorker { worker: read(row)?, started_at: row.at("started_at")?, seen_at: row.at("seen_at")? })
             })
-            .collect()
+            .await
     }
 
     async fn list_workers_on_host(&self, host: &str) -> Result<Vec<NewWorker>, Error> {
-        let rows = sqlx::query("select * from workers where host = ?1 order by started_at, worker_id")
+        sqlx::query("select * from workers where host = ?1 order by started_at, worker_id")
             .bind(host)
-            .fetch_all(&self.readers)
+            .list(&self.readers, "list workers of a host", read)
             .await
-            .map_err(failed("list workers of a host"))?;
-        rows.iter().map(read).collect()
     }
 }
 

@@ -4,6 +4,12 @@
 //! and repeated keys stay as they are. Nesting costs one bit per level, on the
 //! heap: depth is bounded by the length of the text and never by the stack.
 
+mod string;
+#[cfg(test)]
+mod tests;
+
+use string::{decode, find_special};
+
 /// Where and why a text is not JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
@@ -301,80 +307,6 @@ pub fn is_object(text: &[u8]) -> bool {
     object().unwrap_or(false)
 }
 
-/// First byte from `at` on that is a quote, a backslash or a control character.
-#[inline]
-fn find_special(text: &[u8], mut at: usize) -> usize {
-    const ONES: u64 = 0x0101_0101_0101_0101;
-    const HIGH: u64 = 0x8080_8080_8080_8080;
-    // Marks with its high bit each zero byte of `x`; bytes above the first mark may be marked wrongly.
-    let zero = |x: u64| x.wrapping_sub(ONES) & !x & HIGH;
-    while let Some(word) = text.get(at..at + 8) {
-        let word = u64::from_le_bytes(word.try_into().expect("eight bytes"));
-        let control = word.wrapping_sub(ONES * 0x20) & !word & HIGH;
-        let marks = zero(word ^ (ONES * u64::from(b'"'))) | zero(word ^ (ONES * u64::from(b'\\'))) | control;
-        if marks != 0 {
-            return at + marks.trailing_zeros() as usize / 8;
-        }
-        at += 8;
-    }
-    while text.get(at).is_some_and(|&byte| byte >= 0x20 && byte != b'"' && byte != b'\\') {
-        at += 1;
-    }
-    at
-}
-
-/// Resolves the escapes of a string's inside, which must be well formed.
-fn decode(inside: &[u8]) -> std::borrow::Cow<'_, [u8]> {
-    let Some(first) = memchr::memchr(b'\\', inside) else { return std::borrow::Cow::Borrowed(inside) };
-    let mut out = Vec::with_capacity(inside.len());
-    out.extend_from_slice(&inside[..first]);
-    let mut rest = &inside[first..];
-    while let [byte, after @ ..] = rest {
-        if *byte != b'\\' {
-            let end = memchr::memchr(b'\\', rest).unwrap_or(rest.len());
-            out.extend_from_slice(&rest[..end]);
-            rest = &rest[end..];
-            continue;
-        }
-        let (plain, used) = match after.first() {
-            Some(b'b') => (Some(8), 1),
-            Some(b'f') => (Some(12), 1),
-            Some(b'n') => (Some(b'\n'), 1),
-            Some(b'r') => (Some(b'\r'), 1),
-            Some(b't') => (Some(b'\t'), 1),
-            Some(b'u') => (None, decode_unit(after, &mut out)),
-            other => (other.copied(), 1),
-        };
-        out.extend(plain);
-        rest = after.get(used..).unwrap_or(&[]);
-    }
-    std::borrow::Cow::Owned(out)
-}
-
-/// Writes the character of `u….` (with the `\u….` that follows, if both make a
-/// pair) and says how many bytes it took.
-fn decode_unit(after: &[u8], out: &mut Vec<u8>) -> usize {
-    let unit = |text: Option<&[u8]>| -> Option<u32> { u32::from_str_radix(std::str::from_utf8(text?).ok()?, 16).ok() };
-    let first = unit(after.get(1..5)).unwrap_or(0xfffd);
-    if (0xd800..0xdc00).contains(&first)
-        && after.get(5..7) == Some(b"\\u")
-        && let Some(second) = unit(after.get(7..11)).filter(|second| (0xdc00..0xe000).contains(second))
-    {
-        push_code_point(0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00), out);
-        return 11;
-    }
-    push_code_point(first, out);
-    5
-}
-
-/// UTF-8, extended to surrogates in the obvious way.
-fn push_code_point(code: u32, out: &mut Vec<u8>) {
-    match char::from_u32(code) {
-        Some(char) => out.extend_from_slice(char.encode_utf8(&mut [0; 4]).as_bytes()),
-        None => out.extend([0xe0 | (code >> 12) as u8, 0x80 | (code >> 6 & 0x3f) as u8, 0x80 | (code & 0x3f) as u8]),
-    }
-}
-
 /// A bit per open container: set for an object.
 #[derive(Debug, Default)]
 struct Nesting {
@@ -399,120 +331,5 @@ impl Nesting {
     fn top(&self) -> Option<bool> {
         let index = self.depth.checked_sub(1)?;
         Some(self.bits[index / 64] >> (index % 64) & 1 == 1)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn accepts(text: &[u8]) -> bool {
-        let mut scanner = Scanner::new(text);
-        scanner.value().and_then(|_| scanner.end()).is_ok()
-    }
-
-    #[test]
-    fn scanner_agrees_with_the_grammar() {
-        let good = [
-            "0",
-            "-0",
-            "1e999",
-            "9007199254740993",
-            "-1.5E+3",
-            "\"\"",
-            "\"\\ud800\"",
-            "[]",
-            "{}",
-            " [1, {\"a\" : [ ] } ] ",
-            "{\"a\":1,\"a\":2}",
-            "\"\u{7f}\u{2028}\"",
-            "null",
-            "true",
-            "[[[[]]]]",
-            "\"\\u0000\"",
-        ];
-        let bad = [
-            "",
-            " ",
-            "01",
-            "1.",
-            ".5",
-            "+1",
-            "1e",
-            "-",
-            "NaN",
-            "nul",
-            "\"a",
-            "\"\\x\"",
-            "\"\\u12g4\"",
-            "\"\\u12",
-            "\"\n\"",
-            "[1,]",
-            "[,1]",
-            "{\"a\":1,}",
-            "{a:1}",
-            "{\"a\"}",
-            "[1}",
-            "{\"a\":1]",
-            "1 2",
-            "[",
-            "{",
-            "{\"a\":",
-            "'a'",
-            "\u{feff}1",
-        ];
-        good.iter().for_each(|text| assert!(accepts(text.as_bytes()), "{text}"));
-        bad.iter().for_each(|text| assert!(!accepts(text.as_bytes()), "{text}"));
-    }
-
-    #[test]
-    fn nesting_of_any_depth_needs_no_stack() {
-        let deep = [vec![b'['; 1 << 20], vec![b']'; 1 << 20]].concat();
-        assert!(accepts(&deep));
-        assert!(!accepts(&deep[..deep.len() - 1]));
-    }
-
-    // Field report 3.
-    #[test]
-    fn byte_order_mark_outside_a_string_is_named() {
-        let mut scanner = Scanner::new("{\"a\": \u{feff}1}".as_bytes());
-        let fault = scanner.value().unwrap_err();
-        assert_eq!(fault.at, 6);
-        assert!(fault.what.contains("BOM"), "{}", fault.what);
-    }
-
-    #[test]
-    fn text_resolves_escapes_and_keeps_lone_surrogates_apart() {
-        let text = |token: &'static str| Raw { token: token.as_bytes(), kind: Kind::String }.text().into_owned();
-        assert_eq!(text(r#""a\u0041\n\ud83d\ude00\/\\""#), "aA\n\u{1f600}/\\".as_bytes());
-        assert_eq!(text(r#""\ud800""#), [0xed, 0xa0, 0x80]);
-        assert_eq!(text(r#""\ud800\u0041""#), [0xed, 0xa0, 0x80, b'A']);
-        assert_ne!(text(r#""\ud800""#), text(r#""\ud801""#));
-        assert_eq!(text(r#""\u0000""#), [0]);
-    }
-
-    proptest! {
-        #[test]
-        fn scanner_agrees_with_serde_json(text in r#"[\[\]{}:,"0-9a\\ .eE\-]{0,24}"#) {
-            let theirs = serde_json::from_str::<serde::de::IgnoredAny>(&text).is_ok();
-            prop_assert_eq!(accepts(text.as_bytes()), theirs, "{}", text);
-        }
-
-        #[test]
-        fn string_text_agrees_with_serde_json(text in any::<String>()) {
-            let token = serde_json::to_string(&text).unwrap();
-            let raw = Raw { token: token.as_bytes(), kind: Kind::String };
-            prop_assert_eq!(&*raw.text(), text.as_bytes());
-            prop_assert!(accepts(token.as_bytes()));
-        }
-
-        #[test]
-        fn special_bytes_are_found_at_once(bytes in proptest::collection::vec(any::<u8>(), 0..40), at in 0usize..8) {
-            let at = at.min(bytes.len());
-            let wanted = bytes[at..].iter().position(|&b| b < 0x20 || b == b'"' || b == b'\\').map_or(bytes.len(), |i| at + i);
-            prop_assert_eq!(find_special(&bytes, at), wanted);
-        }
     }
 }

@@ -1,5 +1,6 @@
 //! `/v1/batches`: one file per verb.
 
+mod call;
 mod cancel;
 mod copy_lines;
 mod create;
@@ -29,7 +30,7 @@ pub(crate) use retrieve::retrieve;
 pub(crate) use retry::retry;
 
 use axum::Json;
-use overnight_store::{Job, Progress};
+use overnight_store::{Guarded, Job, Progress};
 use overnight_types::{JobId, JobState};
 
 use crate::error::{ApiError, Result};
@@ -67,6 +68,20 @@ async fn show(state: &Inner, job: &Job) -> Result<Json<BatchObject>> {
     let progress = progress_of(state, job).await?;
     let waiting_for = waiting::reason(state, job, &progress).await?;
     Ok(Json(batch_object(job, &progress, waiting_for)?))
+}
+
+/// The batch after a move, or why there was none.
+async fn answer(
+    state: &Inner,
+    id: &str,
+    moved: Guarded<JobState, Job>,
+    code: &'static str,
+    doing: &str,
+) -> Result<Json<BatchObject>> {
+    match moved {
+        Guarded::Applied(job) => show(state, &job).await,
+        Guarded::Lost { now } => Err(refuse(id, now, code, doing)),
+    }
 }
 
 /// 409 for a move that the state does not allow, 404 when the job is gone.

@@ -2,26 +2,19 @@
 //! ended one for what did not complete.
 
 use axum::Json;
-use axum::body::Body;
-use axum::extract::{Path, State};
-use axum::http::HeaderMap;
+use axum::extract::State;
 use overnight_store::{Guarded, Job, Reopen, ReopenItems};
 use overnight_types::JobState;
 
+use super::call::Call;
 use super::object::BatchObject;
 use super::window::parse_window;
-use crate::body::Fields;
 use crate::error::{ApiError, Result};
 use crate::state::{Inner, Shared};
 
 /// What resume does depends on the state; see the table in the API reference.
-pub(crate) async fn resume(
-    State(state): State<Shared>,
-    Path(id): Path<String>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Json<BatchObject>> {
-    let fields = Fields::read_optional(&state, &headers, body, &["completion_window"]).await?;
+pub(crate) async fn resume(State(state): State<Shared>, call: Call) -> Result<Json<BatchObject>> {
+    let (id, fields) = call.read(&state, &["completion_window"]).await?;
     let window = match fields.text("completion_window")? {
         Some(text) => Some((text.to_owned(), parse_window(text)?)),
         None => None,

@@ -4,15 +4,14 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::body::Body;
-use axum::extract::{Path, State};
-use axum::http::HeaderMap;
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use overnight_store::{InsertJob, Job, NewJob, Reopen};
 use overnight_types::{JobId, OutcomeKind, chain};
 use overnight_worker::items::{RetryFilter, RetryPlan, discard_leftovers, plan_retry, preview_retry};
 use serde_json::json;
 
+use super::call::Call;
 use super::resume::{check_reopening, reopen_if_ended};
 use super::window::parse_window;
 use super::{copy_lines, refuse};
@@ -25,13 +24,8 @@ const KNOWN: [&str; 6] = ["outcomes", "error_codes", "custom_ids", "completion_w
 const ENTRIES_MAX: usize = 10_000;
 
 /// Runs what matches every given list again; nothing that succeeded ever runs again.
-pub(crate) async fn retry(
-    State(state): State<Shared>,
-    Path(id): Path<String>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response> {
-    let fields = Fields::read_optional(&state, &headers, body, &KNOWN).await?;
+pub(crate) async fn retry(State(state): State<Shared>, call: Call) -> Result<Response> {
+    let (id, fields) = call.read(&state, &KNOWN).await?;
     let filter = filter(&fields)?;
     let window = match fields.text("completion_window")? {
         Some(text) => Some((text.to_owned(), parse_window(text)?)),

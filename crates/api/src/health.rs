@@ -23,10 +23,17 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Json<Value>> {
     let engine = engine_word(&state)?;
     let unavailable = |cause| ApiError::unavailable("database_unavailable", state.retry_after()).cause(cause);
     match tokio::time::timeout(DATABASE_TIMEOUT, state.parts.store.now()).await {
-        Ok(Ok(_)) => Ok(Json(json!({"status": "ok", "engine": engine, "database": state.parts.store.backend()}))),
+        Ok(Ok(_)) => Ok(Json(json!({"status": "ok", "engine": engine, "database": state.parts.store.backend(),
+            "kv_cache_usage": kv_cache_usage(&state)}))),
         Ok(Err(error)) => Err(unavailable(chain(&error))),
         Err(_) => Err(unavailable(format!("no answer within {DATABASE_TIMEOUT:?}"))),
     }
+}
+
+/// An engine of another process tells nothing of its KV cache.
+fn kv_cache_usage(state: &Inner) -> Option<f32> {
+    let usage = state.parts.generate.as_ref()?.status().kv_cache_usage;
+    (usage > 0.0).then_some(usage)
 }
 
 fn engine_word(state: &Inner) -> Result<&'static str> {

@@ -70,6 +70,7 @@ pub(crate) const COLUMNS: &[Field] = &[
     Field { column: Column::left("CREATED"), cell: |batch, people| moment(&batch["created_at"], people) },
     Field { column: Column::shrink("MODEL"), cell: |batch, _| plain(&batch["model"]) },
     Field { column: Column::shrink("NAME"), cell: |batch, _| plain(&batch["name"]) },
+    Field { column: Column::right("QUEUE"), cell: |batch, _| plain(&batch["queue_position"]) },
 ];
 
 /// One batch for people, several lines.
@@ -109,6 +110,7 @@ pub(crate) fn card(batch: &Value) -> String {
         );
     }
     line("waiting", plain(&batch["waiting_for"]));
+    line("queue", batch["queue_position"].as_u64().map_or(String::new(), place));
     if batch["round"].as_u64().is_some_and(|round| round > 1) {
         line("round", plain(&batch["round"]));
     }
@@ -126,6 +128,14 @@ pub(crate) fn card(batch: &Value) -> String {
     line("errors", plain(&batch["error_file_id"]));
     text.push_str(&problems(batch));
     text
+}
+
+/// A place in the queue, in words.
+fn place(position: u64) -> String {
+    match position {
+        1 => "next".to_owned(),
+        _ => format!("place {}", human::count(position)),
+    }
 }
 
 /// The validation errors of a failed batch, the first few, in words.

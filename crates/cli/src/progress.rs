@@ -111,8 +111,17 @@ impl Counts {
     }
 }
 
+/// What the line shows beside counts and rates.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Beside<'a> {
+    /// Why nothing runs; then there is no rate to show.
+    pub(crate) waiting_for: Option<&'a str>,
+    /// Share of the engine's KV cache in use, 0 to 1, where one is known.
+    pub(crate) kv_cache_usage: Option<f64>,
+}
+
 /// The line itself, without colour or line end.
-pub(crate) fn line(counts: &Counts, rate: &Rate, waiting_for: Option<&str>) -> String {
+pub(crate) fn line(counts: &Counts, rate: &Rate, beside: Beside<'_>) -> String {
     let status = if counts.paused { "paused".to_owned() } else { escape(&counts.status).into_owned() };
     let mut text = format!("{} {status}", short_id(&counts.id));
     if counts.total == 0 {
@@ -125,7 +134,7 @@ pub(crate) fn line(counts: &Counts, rate: &Rate, waiting_for: Option<&str>) -> S
         counts.percent(),
         human::count(counts.failed)
     ));
-    if let Some(reason) = waiting_for {
+    if let Some(reason) = beside.waiting_for {
         text.push_str(&format!(" · waiting: {}", escape(reason)));
         return text;
     }
@@ -134,6 +143,9 @@ pub(crate) fn line(counts: &Counts, rate: &Rate, waiting_for: Option<&str>) -> S
         if counts.tokens > 0 {
             text.push_str(&format!(" · {} tok/s", human::rough(tokens)));
         }
+    }
+    if let Some(usage) = beside.kv_cache_usage {
+        text.push_str(&format!(" · KV {:.0}%", 100.0 * usage));
     }
     let left = rate.time_left(counts.total.saturating_sub(counts.done));
     text.push_str(&format!(" · ETA {}", left.map_or_else(|| "–".to_owned(), human::duration)));
@@ -161,6 +173,11 @@ pub(crate) struct Display {
 impl Display {
     pub(crate) fn new(ui: &Ui) -> Self {
         Self { shown: ui.progress, redraw: ui.stderr_is_terminal, width: ui.width, drawn: false, last_line: None }
+    }
+
+    /// Whether anybody sees it.
+    pub(crate) fn is_shown(&self) -> bool {
+        self.shown
     }
 
     /// Shows `text`; `status` decides whether a line is due where nothing is redrawn.
@@ -224,13 +241,17 @@ mod tests {
         for second in 0..30 {
             rate.push(Duration::from_secs(second), 1_000 * second, 100_000 * second);
         }
-        assert!(line(&counts(), &rate, None).ends_with("ETA –"));
+        assert!(line(&counts(), &rate, Beside::default()).ends_with("ETA –"));
         rate.push(Duration::from_secs(30), 30_000, 3_000_000);
-        let text = line(&counts(), &rate, None);
+        let text = line(&counts(), &rate, Beside::default());
         assert_eq!(
             text,
             "batch_01934567890a… in_progress  41,208/100,000 41% · 39 failed · 1.0k req/s · 100.0k tok/s · ETA 58s"
         );
+        let full = Beside { kv_cache_usage: Some(0.716), ..Beside::default() };
+        assert!(line(&counts(), &rate, full).ends_with(" · 100.0k tok/s · KV 72% · ETA 58s"));
+        let waits = Beside { waiting_for: Some("its turn"), ..full };
+        assert!(line(&counts(), &rate, waits).ends_with("39 failed · waiting: its turn"), "no rate of nothing");
     }
 
     #[test]
@@ -257,6 +278,6 @@ mod tests {
     #[test]
     fn percent_is_not_hundred_before_the_last_request() {
         let counts = Counts { total: 1_000_000, done: 999_999, ..counts() };
-        assert!(line(&counts, &Rate::default(), None).contains(" 99% "));
+        assert!(line(&counts, &Rate::default(), Beside::default()).contains(" 99% "));
     }
 }

@@ -103,5 +103,6 @@ pub(crate) fn read_progress(row: &SqliteRow) -> Result<Progress, Error> {
         shards_done: row.u32("shards_done")?,
         items_waiting: row.u64("num_waiting")?,
         retries_used: row.u64("retries_used")?,
+        jobs_ahead: row.u32_or_null("jobs_ahead")?,
     })
 }

@@ -213,6 +213,16 @@ impl Jobs for SqliteStore {
                 j.final_expired, j.final_input_tokens, j.final_cached_tokens, j.final_output_tokens,
                 j.final_reasoning_tokens,
                 (select count(*) from item_faults f where f.job_id = j.job_id and f.not_before > ?2) as num_waiting,
+                iif(j.state = 'in_progress' and j.paused_at is null and j.expires_at > ?2,
+                    -- As claim_shard goes: the same order, and past jobs with nothing to lease.
+                    (select count(*) from jobs a indexed by jobs_runnable
+                        where a.state = 'in_progress' and a.paused_at is null and a.expires_at > ?2
+                            and a.model = j.model
+                            and (a.priority, a.expires_at, a.created_at, a.job_id)
+                                < (j.priority, j.expires_at, j.created_at, j.job_id)
+                            and exists (select 1 from shards r indexed by shards_ready
+                                where r.job_id = a.job_id and r.state = 'ready' and r.not_before <= ?2)),
+                    null) as jobs_ahead,
                 coalesce(sum(s.num_done), 0) as num_done, coalesce(sum(s.num_failed), 0) as num_failed,
                 coalesce(sum(s.num_cancelled), 0) as num_cancelled, coalesce(sum(s.num_expired), 0) as num_expired,
                 coalesce(sum(s.input_tokens), 0) as input_tokens, coalesce(sum(s.cached_tokens), 0) as cached_tokens,

@@ -70,6 +70,11 @@ pub(crate) trait Read {
         u32::try_from(value).map_err(|_| damaged(column, value))
     }
 
+    fn u32_or_null(&self, column: &'static str) -> Result<Option<u32>, Error> {
+        let value = self.int_or_null(column)?;
+        value.map(|value| u32::try_from(value).map_err(|_| damaged(column, value))).transpose()
+    }
+
     fn at(&self, column: &'static str) -> Result<Timestamp, Error> {
         self.int(column).map(Timestamp::from_micros)
     }

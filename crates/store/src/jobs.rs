@@ -194,6 +194,10 @@ pub struct Progress {
     pub items_waiting: u64,
     /// Retries used of the job's budget.
     pub retries_used: u64,
+    /// Runnable jobs of the same model with a shard that is ready, which a claim by
+    /// priority serves before this one. `None` for a job that is not runnable: in
+    /// another state, paused, or past its window.
+    pub jobs_ahead: Option<u32>,
 }
 
 /// Which items of an ended job run again.

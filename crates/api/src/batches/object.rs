@@ -38,6 +38,7 @@ pub(crate) struct BatchObject {
     paused_at: Option<i64>,
     round: u32,
     waiting_for: Option<String>,
+    queue_position: Option<u32>,
 }
 
 #[derive(Debug, Serialize)]
@@ -131,7 +132,15 @@ pub(crate) fn batch_object(job: &Job, progress: &Progress, waiting_for: Option<S
         paused_at: seconds(job.paused_at),
         round: job.round,
         waiting_for,
+        queue_position: queue_position(job, progress),
     })
+}
+
+/// Its place among the batches that wait for a worker, 1 for the next one; `None` once
+/// something of it runs, and while nothing of it may.
+pub(crate) fn queue_position(job: &Job, progress: &Progress) -> Option<u32> {
+    let waits = job.state == JobState::InProgress && progress.shards_leased == 0 && progress.shards_ready > 0;
+    progress.jobs_ahead.filter(|_| waits).map(|ahead| ahead.saturating_add(1))
 }
 
 /// Outcomes of a job: the final ones once it has ended, else the running sums.
@@ -157,7 +166,7 @@ mod tests {
 
     use super::*;
 
-    const KEYS: [&str; 28] = [
+    const KEYS: [&str; 29] = [
         "id",
         "object",
         "endpoint",
@@ -186,6 +195,7 @@ mod tests {
         "paused_at",
         "round",
         "waiting_for",
+        "queue_position",
     ];
 
     fn at(seconds: i64) -> Option<Timestamp> {
@@ -285,6 +295,24 @@ mod tests {
                 value["outcome_counts"].as_object().unwrap().values().map(|count| count.as_u64().unwrap()).sum();
             assert_eq!(sum, value["request_counts"]["total"].as_u64().unwrap(), "{state}");
         }
+    }
+
+    #[test]
+    fn place_in_the_queue_is_told_of_a_batch_that_waits_for_its_turn() {
+        // Field report 59: every job expires and nobody can tell why nothing ran.
+        let waits = Progress { shards_ready: 2, jobs_ahead: Some(3), ..running() };
+        let position = |state, progress: &Progress| {
+            value(&batch_object(&job(state), progress, None).unwrap())["queue_position"].clone()
+        };
+        assert_eq!(position(JobState::InProgress, &waits), 4);
+        for not in [
+            Progress { shards_leased: 1, ..waits },
+            Progress { shards_ready: 0, ..waits },
+            Progress { jobs_ahead: None, ..waits },
+        ] {
+            assert!(position(JobState::InProgress, &not).is_null(), "{not:?}");
+        }
+        assert!(position(JobState::Cancelling, &waits).is_null());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use overnight_store::{Job, LiveWorker, Progress};
 use overnight_types::JobState;
 use overnight_worker::generate::{EngineState, EngineStatus};
 
+use super::object::queue_position;
 use crate::error::Result;
 use crate::state::Inner;
 
@@ -36,7 +37,10 @@ fn why_idle(job: &Job, progress: &Progress, workers: &[LiveWorker], own: Option<
     let running: BTreeSet<&str> = workers.iter().flat_map(|live| &live.worker.models).map(String::as_str).collect();
     if running.iter().copied().any(is_it) {
         let retry = progress.items_waiting > 0 && progress.items_waiting == progress.counts.unfinished();
-        return retry.then(|| "every request that is left waits for a retry after an error".to_owned());
+        if retry {
+            return Some("every request that is left waits for a retry after an error".to_owned());
+        }
+        return its_turn(queue_position(job, progress)?);
     }
     let own = own.filter(|own| own.models.iter().any(|name| is_it(name)));
     match own.map(|own| &own.state) {
@@ -52,4 +56,11 @@ fn why_idle(job: &Job, progress: &Progress, workers: &[LiveWorker], own: Option<
     }
     let others = running.into_iter().collect::<Vec<_>>().join(", ");
     Some(format!("no live worker has the model {model}; start one that has it (live workers have: {others})"))
+}
+
+/// The first in the queue waits for a moment only.
+fn its_turn(position: u32) -> Option<String> {
+    let ahead = position.checked_sub(1).filter(|ahead| *ahead > 0)?;
+    let batches = if ahead == 1 { "1 batch goes" } else { &format!("{ahead} batches go") };
+    Some(format!("its turn; {batches} before it, by priority, deadline and age"))
 }

@@ -301,6 +301,34 @@ async fn batch_that_waits_for_its_model_says_for_what() {
     second.shutdown(GRACE).await;
 }
 
+// Field report 59 again: the place in the queue, in one batch and in the list.
+#[tokio::test]
+async fn batch_that_waits_for_its_turn_says_its_place() {
+    let server = Server::with(held(), |_| {}).await;
+    // Room for a shard or two of the first batch, and for nothing else.
+    let worker = server.service.start(&held().serving(&["m"], 1)).await;
+    let first = server.submit(&numbered_lines(1_000)).await;
+    let leased = overnight_testing::wait::until("the first batch runs", || async {
+        let batch = server.get(&format!("/v1/batches/{first}")).await.ok();
+        let runs = batch["status"] == "in_progress" && batch["queue_position"].is_null();
+        if runs { Ok(batch) } else { Err(batch.to_string()) }
+    });
+    assert!(leased.await["waiting_for"].is_null());
+    let second = server.submit(&numbered_lines(2)).await;
+    let third = server.submit(&numbered_lines(2)).await;
+    for (id, place, reason) in [
+        (&second, 2, "its turn; 1 batch goes before it, by priority, deadline and age"),
+        (&third, 3, "its turn; 2 batches go before it, by priority, deadline and age"),
+    ] {
+        let batch = server.until(id, "in_progress").await;
+        assert_eq!((&batch["queue_position"], &batch["waiting_for"]), (&json!(place), &json!(reason)), "{batch}");
+    }
+    let list = server.get("/v1/batches").await.ok();
+    let places: Vec<_> = list["data"].as_array().unwrap().iter().map(|batch| batch["queue_position"].clone()).collect();
+    assert_eq!(places, [json!(3), json!(2), json!(null)]);
+    worker.shutdown(Duration::ZERO).await;
+}
+
 #[tokio::test]
 async fn batch_without_an_engine_anywhere_says_so() {
     // What `batch serve` runs beside its API: intake and finalizing, and no engine.
@@ -327,6 +355,18 @@ async fn batch_whose_model_still_loads_waits_for_that() {
     let batch = server.get(&format!("/v1/batches/{id}")).await.ok();
     assert_eq!(batch["waiting_for"], "the engine of this server cannot answer; its log says why");
     lifecycle.shutdown(GRACE).await;
+}
+
+#[tokio::test]
+async fn health_tells_how_full_the_kv_cache_is() {
+    let status = EngineStatus { kv_cache_usage: 0.25, ..held().status() };
+    let engine = Arc::new(Standing(Mutex::new(status)));
+    let given: Arc<dyn Generate> = engine.clone();
+    let server = Server::with(held(), |state| state.generate = Some(given)).await;
+    assert_eq!(server.get("/health").await.ok()["kv_cache_usage"], 0.25);
+    engine.0.lock().unwrap().kv_cache_usage = 0.0;
+    let health = server.get("/health").await.ok();
+    assert!(health["kv_cache_usage"].is_null() && health["engine"] == "ready", "{health}");
 }
 
 /// An engine that only says where it stands.

@@ -27,6 +27,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// No byte for this long means that the connection is dead.
 const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// Longest that a look at the server's health may take.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// A server and how to talk to it.
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
@@ -70,6 +73,14 @@ impl Client {
     pub(crate) async fn get(&self, path: &str, query: &[(&str, String)]) -> Result<Value> {
         let response = self.send(true, || self.request(Method::GET, path).query(query)).await?;
         self.json(response).await
+    }
+
+    /// How full the KV cache of the server's engine is, 0 to 1; `None` where it has none
+    /// or does not say. One look, because what hangs on it is an ornament.
+    pub(crate) async fn kv_cache_usage(&self) -> Option<f64> {
+        let sent = self.request(Method::GET, "/health").timeout(LOOK_TIMEOUT).send().await.ok()?;
+        let health: Value = serde_json::from_slice(&sent.bytes().await.ok()?).ok()?;
+        health["kv_cache_usage"].as_f64()
     }
 
     /// `POST path` with a JSON body. With an idempotency key it may be repeated.

@@ -10,7 +10,7 @@ use super::Client;
 use crate::App;
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
-use crate::progress::{Counts, Display, Rate, line, short_id};
+use crate::progress::{Beside, Counts, Display, Rate, line, short_id};
 
 /// Longest pause between looks.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(1);
@@ -70,7 +70,9 @@ async fn watch(client: &Client, id: &str, waiting: Waiting, display: &mut Displa
                     return Ok(batch);
                 }
                 rate.push(start.elapsed(), counts.done, counts.tokens);
-                let text = line(&counts, &rate, batch["waiting_for"].as_str());
+                let kv_cache_usage = if display.is_shown() { client.kv_cache_usage().await } else { None };
+                let beside = Beside { waiting_for: batch["waiting_for"].as_str(), kv_cache_usage };
+                let text = line(&counts, &rate, beside);
                 display.show(start.elapsed(), &counts.status, &text);
             }
             Err(failure) if failure.exit == Exit::Unreachable => {

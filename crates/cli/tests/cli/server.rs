@@ -55,7 +55,7 @@ fn piped_stdout_holds_data_only() {
     home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
     let said = home.batch(&["list"]).expect(0);
     let cells: Vec<&str> = said.stdout.trim_end_matches('\n').split('\t').collect();
-    assert_eq!(cells.len(), 7, "{said:?}");
+    assert_eq!(cells.len(), 8, "{said:?}");
     assert_eq!((cells[1], cells[2], cells[3]), ("completed", "3/3", "0"));
     assert!(cells[0].len() == 38 && cells[4].ends_with('Z'), "full ids and absolute times: {said:?}");
     let said = home.batch(&["list", "--output", "id"]).expect(0);

@@ -7,7 +7,7 @@ use std::process::{Child, Stdio};
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 
-use crate::harness::{Home, Server, items, signal, silent, wait};
+use crate::harness::{Home, Server, answering, items, signal, silent, wait};
 
 /// Starts a command on a terminal 80 columns wide; returns it and our end.
 fn on_terminal(home: &Home, arguments: &[&str], variables: &[(&str, &str)]) -> (Child, File) {
@@ -92,4 +92,19 @@ fn dumb_terminal_gets_plain_lines() {
     signal(&child, rustix::process::Signal::INT);
     read_until(&mut terminal, "to look again");
     assert_eq!(wait(&mut child), 130);
+}
+
+#[test]
+fn progress_line_tells_how_full_the_kv_cache_is_and_the_card_the_place_in_the_queue() {
+    let home = Home::new();
+    // One answer for the batch and for the server's health.
+    let body = r#"{"id":"batch_01934567890abcdef0123456789abcde","status":"in_progress","paused_at":null,
+        "request_counts":{"total":4,"completed":1,"failed":0},"kv_cache_usage":0.716,
+        "queue_position":1200,"created_at":1700000000,"expires_at":1700086400}"#;
+    let server = answering("200 OK", body);
+    let watch = ["status", "01934567890abcdef0123456789abcde", "--wait", "--timeout", "300ms", "--server", &server];
+    let said = home.batch(&watch).expect(124);
+    assert!(said.stderr.contains("in_progress  1/4 25% · 0 failed · KV 72% · ETA –"), "{said:?}");
+    let said = home.batch(&["status", watch[1], "--output", "table", "--server", &server]).expect(0);
+    assert!(said.stdout.contains("  queue      place 1,200\n"), "{said:?}");
 }

@@ -6,7 +6,7 @@ use overnight_types::{Epoch, JobState, ShardIndex, ShardState, WorkerId};
 
 use super::TestClock;
 use super::builders::*;
-use crate::{ClaimShard, Job, Store};
+use crate::{ClaimShard, IntakeEnd, IntakeProgress, Job, NewJob, Store};
 
 /// The whole life, with one failed item.
 pub async fn a_job_runs_from_create_to_completed(store: &dyn Store, _clock: &dyn TestClock) {
@@ -113,6 +113,36 @@ pub async fn claim_goes_past_a_job_with_nothing_to_lease(store: &dyn Store, _clo
     let other = job_with(store, 0, WINDOW).await;
     assert_eq!(lease(store, WorkerId::new()).await.job.id, urgent.id);
     assert_eq!(lease(store, WorkerId::new()).await.job.id, other.id);
+}
+
+/// Progress tells how many jobs a claim serves first: in the claim's own order, of the
+/// same model alone, and none of those that a claim goes past.
+pub async fn progress_tells_the_jobs_ahead(store: &dyn Store, clock: &dyn TestClock) {
+    let ahead = async |job: &Job| store.find_progress(job.id).await.unwrap().jobs_ahead;
+    let input = input(store).await;
+    let other_model = insert(store, NewJob { priority: -9, ..new_job(input) }).await;
+    let intake = claim_step_of(store, other_model.id).await;
+    let progress = IntakeProgress { offset: 10, notes: "{}".into() };
+    applied(store.record_intake_if_leased(&intake, progress, cuts(&[1])).await.unwrap());
+    let end = IntakeEnd::Valid { model: "another".into(), num_items: 1, num_shards: 1 };
+    applied(store.finish_intake_if_leased(&intake, end).await.unwrap());
+    let last = job_with(store, 1, WINDOW).await;
+    let third = job_with(store, 0, WINDOW * 2).await;
+    let second = job_with(store, 0, WINDOW).await;
+    let first = job_with(store, -1, WINDOW * 2).await;
+    let validating = validating_job(store).await;
+    for (job, jobs) in [(&first, 0), (&second, 1), (&third, 2), (&last, 3), (&other_model, 0)] {
+        assert_eq!(ahead(job).await, Some(jobs));
+    }
+    assert_eq!(ahead(&validating).await, None);
+    applied(store.pause_job_if_active(second.id).await.unwrap());
+    assert_eq!((ahead(&second).await, ahead(&third).await), (None, Some(1)), "a paused job stands in nobody's way");
+    let mut held = lease(store, WorkerId::new()).await;
+    assert_eq!((held.job.id, ahead(&third).await), (first.id, Some(0)), "nor does one whose shards are all held");
+    commit_rest(store, &mut held).await;
+    assert_eq!(ahead(&first).await, None, "a job that is being finalized is not runnable");
+    clock.advance(WINDOW + Duration::from_secs(1)).await;
+    assert_eq!((ahead(&last).await, ahead(&third).await), (None, Some(0)), "past its window a job is not runnable");
 }
 
 /// Only jobs for a model at hand; a worker that serves any model takes any.

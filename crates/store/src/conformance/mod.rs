@@ -112,6 +112,7 @@ macro_rules! store_conformance {
             claims::claim_serves_the_older_of_two_like_jobs,
             claims::oldest_claim_starves_no_job,
             claims::claim_goes_past_a_job_with_nothing_to_lease,
+            claims::progress_tells_the_jobs_ahead,
             claims::claim_takes_only_jobs_for_models_at_hand,
             claims::paused_job_is_not_claimed,
             claims::job_past_its_window_is_not_claimed,

@@ -11,6 +11,7 @@ use clap::Args;
 use overnight_store::{Job, Jobs};
 use overnight_types::{Endpoint, JobId, JobState, OutcomeCounts};
 use overnight_worker::WorkerHandle;
+use overnight_worker::generate::Generate;
 use overnight_worker::lock::DataDirUse;
 use tokio::time::Instant;
 
@@ -21,7 +22,7 @@ use crate::config::Loaded;
 use crate::error::{Exit, Failure, Result};
 use crate::logging;
 use crate::output::human;
-use crate::progress::{Counts, Display, Rate, line};
+use crate::progress::{Beside, Counts, Display, Rate, line};
 use crate::service::flags::EngineFlags;
 use crate::service::late::{self, LateEngine};
 use crate::service::{Place, Stops, clean_up, engine};
@@ -165,7 +166,7 @@ async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &A
     let worker = place.start_worker(config, Some((late.clone(), started.mapper, started.producer))).await?;
     let mut display = Display::new(&app.ui);
     let ended = tokio::select! {
-        ended = until_ended(place, job, &mut display, app.globals.timeout) => ended,
+        ended = until_ended(place, job, &late, &mut display, app.globals.timeout) => ended,
         failure = late::keep(config, &late) => Err(failure),
         name = stops.next() => Err(Failure::new(Exit::Interrupted, name.to_owned())),
     };
@@ -199,7 +200,13 @@ async fn find(place: &Place, job: JobId) -> Result<Job> {
     found.ok_or_else(|| Failure::new(Exit::Failure, "the run is not in the database any more"))
 }
 
-async fn until_ended(place: &Place, id: JobId, display: &mut Display, timeout: Option<Duration>) -> Result<Job> {
+async fn until_ended(
+    place: &Place,
+    id: JobId,
+    late: &LateEngine,
+    display: &mut Display,
+    timeout: Option<Duration>,
+) -> Result<Job> {
     let start = Instant::now();
     let mut rate = Rate::default();
     loop {
@@ -218,7 +225,9 @@ async fn until_ended(place: &Place, id: JobId, display: &mut Display, timeout: O
             tokens: progress.usage.total_tokens(),
         };
         rate.push(start.elapsed(), counts.done, counts.tokens);
-        display.show(start.elapsed(), &counts.status, &line(&counts, &rate, None));
+        let usage = f64::from(late.status().kv_cache_usage);
+        let beside = Beside { kv_cache_usage: Some(usage).filter(|usage| *usage > 0.0), ..Beside::default() };
+        display.show(start.elapsed(), &counts.status, &line(&counts, &rate, beside));
         if let Some(limit) = timeout.filter(|limit| start.elapsed() >= *limit) {
             return Err(Failure::new(Exit::TimedOut, format!("the run did not end within {}", human::duration(limit))));
         }

@@ -112,6 +112,8 @@ pub(crate) enum Command {
     Show(commands::show::ShowArgs),
     /// Group the failures of a batch by code, with one example each
     Errors(commands::errors::ErrorsArgs),
+    /// Show what the services of this data folder logged
+    Logs(commands::logs::LogsArgs),
     /// Start nothing new; what runs finishes
     Pause(commands::pause::PauseArgs),
     /// Stop a batch; finished results are kept
@@ -134,12 +136,14 @@ pub(crate) enum Command {
     Files(commands::files::FilesArgs),
     /// Show where each setting comes from; change one
     Config(commands::config::ConfigArgs),
-    /// Migrate, check or back up the database
+    /// Migrate, check, back up or shrink the database
     Db(commands::db::DbArgs),
     /// Measure the durable path or the engine
     Bench(commands::bench::BenchArgs),
     /// Check this machine, one line per check
     Doctor(commands::doctor::DoctorArgs),
+    /// Print what a bug report should say of this machine and this binary
+    CollectEnv,
     /// Print a completion script
     Completions(commands::completions::CompletionsArgs),
     /// Write man pages

@@ -43,6 +43,11 @@ pub(crate) fn recall(server: &str, back: usize) -> Option<String> {
     read().into_iter().rev().filter(|made| made.server == server).nth(back).map(|made| made.id)
 }
 
+/// The same over all servers, for what is asked of no server.
+pub(crate) fn recall_any(back: usize) -> Option<String> {
+    read().into_iter().rev().nth(back).map(|made| made.id)
+}
+
 fn read() -> Vec<Made> {
     let text = path().and_then(|path| std::fs::read_to_string(path).ok()).unwrap_or_default();
     text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()

@@ -12,14 +12,11 @@ use crate::error::{Exit, Failure};
 
 /// Commands of the full tree that later versions bring, and what to use until then.
 const NOT_BUILT: &[(&str, &str)] = &[
-    ("logs", "the server logs to its stderr; `batch status ID` and `batch show ID ITEM` show a batch and an item"),
     ("label", "make the items with `batch prepare` and a template, then `batch submit`"),
     ("scheduler", "start `batch submit` or `batch run` from cron or a systemd timer"),
     ("embed", "generation is built; embeddings are not"),
     ("rerank", "generation is built; reranking is not"),
     ("kernels", "kernels are compiled at the first start on a GPU and kept in the user's cache folder"),
-    ("collect-env", "`batch doctor` and `batch version --json` show this machine and this binary"),
-    ("vacuum", "`batch db backup` writes a compact copy"),
 ];
 
 /// The same for `batch bench`.

@@ -24,6 +24,14 @@ impl SqliteStore {
         Ok(())
     }
 
+    /// Writes the file anew without the room that deleted rows left. Others wait for it;
+    /// it needs room for a second copy while it works.
+    pub async fn vacuum(&self) -> Result<(), Error> {
+        sqlx::query("vacuum").execute(&self.writer).await.map_err(failed("shrink the database"))?;
+        self.fold_log().await;
+        Ok(())
+    }
+
     /// Folds the log into the file and cuts it to nothing, if nobody is in the
     /// way; waits for nobody. Called when a job ends, so that an idle database is small.
     pub(crate) async fn fold_log(&self) {

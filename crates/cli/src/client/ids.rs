@@ -19,20 +19,35 @@ pub(crate) async fn resolve(client: &Client, text: &str) -> Result<String> {
         }
         return from_server(client, back).await;
     }
+    let hex = prefix_of(text)?;
+    if hex.len() == 32 {
+        return Ok(format!("batch_{hex}"));
+    }
+    by_prefix(client, &format!("batch_{hex}")).await
+}
+
+/// The id or the prefix of one that `text` means, as far as this machine knows; for
+/// what is looked up in files.
+pub(crate) fn without_server(text: &str) -> Result<String> {
+    let Some(back) = back_reference(text) else { return Ok(format!("batch_{}", prefix_of(text)?)) };
+    state::recall_any(back).ok_or_else(|| {
+        Failure::new(Exit::NotFound, "no batch was made from this machine yet").hint("give the id of the batch")
+    })
+}
+
+/// The hexadecimal part of an id or of a prefix that is long enough.
+fn prefix_of(text: &str) -> Result<String> {
     let hex = text.strip_prefix("batch_").unwrap_or(text);
     let hex = hex.trim_end_matches('…');
     if !hex.bytes().all(|b| b.is_ascii_hexdigit()) || hex.is_empty() || hex.len() > 32 {
         return Err(Failure::usage(format!("not an id of a batch: {text}"))
             .hint("ids look like batch_0193…; `batch list` shows them, `last` is the newest made from here"));
     }
-    if hex.len() == 32 {
-        return Ok(format!("batch_{}", hex.to_ascii_lowercase()));
-    }
     if hex.len() < PREFIX_MIN {
         return Err(Failure::usage(format!("too short to name a batch: {text}"))
             .hint(format!("give at least {PREFIX_MIN} characters of the id")));
     }
-    by_prefix(client, &format!("batch_{}", hex.to_ascii_lowercase())).await
+    Ok(hex.to_ascii_lowercase())
 }
 
 fn back_reference(text: &str) -> Option<usize> {

@@ -1,4 +1,4 @@
-//! `batch db`: migrate, check and back up the database.
+//! `batch db`: migrate, check, back up and shrink the database.
 
 use std::path::{Path, PathBuf};
 
@@ -31,6 +31,8 @@ enum DbCommand {
         /// The copy; it must not be there yet
         to: PathBuf,
     },
+    /// Give the room of deleted batches back to the disk; servers wait meanwhile
+    Vacuum,
 }
 
 pub(crate) async fn run(args: DbArgs, app: &App) -> Result {
@@ -71,7 +73,24 @@ pub(crate) async fn run(args: DbArgs, app: &App) -> Result {
             let record = json!({"database": path.to_string_lossy(), "backup": to.to_string_lossy(), "bytes": bytes});
             answer(app, record, &format!("{} in {}; objects are not in it", human::bytes(bytes), to.display()))
         }
+        DbCommand::Vacuum => vacuum(&config, app).await,
     }
+}
+
+async fn vacuum(config: &Config, app: &App) -> Result {
+    there(config)?;
+    let path = config.database_path();
+    let fail = |err: overnight_store::Error| {
+        Failure::from_error(&format!("shrink {}", path.display()), &err)
+            .hint("nothing was changed; it needs room for a second copy, and a moment without other writers")
+    };
+    let store = service::open_store(config, false).await?;
+    let before = store.size_bytes().await.map_err(fail)?;
+    store.vacuum().await.map_err(fail)?;
+    let after = store.size_bytes().await.map_err(fail)?;
+    store.close().await;
+    let record = json!({"database": path.to_string_lossy(), "bytes_before": before, "bytes": after});
+    answer(app, record, &format!("{}: {}, before {}", path.display(), human::bytes(after), human::bytes(before)))
 }
 
 fn there(config: &Config) -> Result {

@@ -58,7 +58,7 @@ impl Verdict {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Check {
     name: &'static str,
     verdict: Verdict,
@@ -96,12 +96,7 @@ pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
             if args.model.is_some() {
                 config.engine.source.model = args.model.clone();
             }
-            checks.push(database(&config).await);
-            checks.push(disk(&config));
-            checks.push(objects(&config).await);
-            checks.push(open_files());
-            checks.push(port(&config));
-            checks.extend(gpu(&config).await);
+            checks.extend(of_machine(&config).await);
             checks.extend(model(&config).await);
         }
         Err(failure) => checks.push(Check::fail(
@@ -122,13 +117,29 @@ pub(crate) async fn run(args: DoctorArgs, app: &App) -> Result {
     Ok(())
 }
 
+/// What needs no model and no server.
+async fn of_machine(config: &Config) -> Vec<Check> {
+    let mut checks = vec![database(config).await, disk(config), objects(config).await, open_files(), port(config)];
+    checks.extend(gpu(config).await);
+    checks
+}
+
+/// The same for a report: result, finding and remedy by the check's name.
+pub(super) async fn report_of_machine(config: &Config) -> Value {
+    by_name(&[vec![on_path()], of_machine(config).await].concat())
+}
+
+fn by_name(checks: &[Check]) -> Value {
+    let map = checks.iter().map(|check| {
+        let value = json!({"result": check.verdict.word(), "found": check.found, "remedy": check.remedy});
+        (check.name.to_owned(), value)
+    });
+    Value::Object(map.collect())
+}
+
 fn show(checks: &[Check], app: &App) -> Result {
     if app.ui.is_json() {
-        let map = checks.iter().map(|check| {
-            let value = json!({"result": check.verdict.word(), "found": check.found, "remedy": check.remedy});
-            (check.name.to_owned(), value)
-        });
-        return app.ui.data(&format!("{}\n", Value::Object(map.collect())));
+        return app.ui.data(&format!("{}\n", by_name(checks)));
     }
     if app.ui.format.is_none() && app.ui.fields.is_none() && app.ui.stdout_is_terminal {
         let lines = checks.iter().map(|check| {

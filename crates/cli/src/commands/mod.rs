@@ -2,6 +2,7 @@
 
 pub(crate) mod bench;
 pub(crate) mod cancel;
+pub(crate) mod collect_env;
 pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod db;
@@ -9,6 +10,7 @@ pub(crate) mod doctor;
 pub(crate) mod errors;
 pub(crate) mod files;
 pub(crate) mod list;
+pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod models;
 pub(crate) mod pause;

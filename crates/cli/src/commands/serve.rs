@@ -75,7 +75,7 @@ pub(crate) async fn run(args: ServeArgs, app: &App) -> Result {
     if !args.no_worker {
         engine::check(&config)?;
     }
-    logging::start(&config.log)?;
+    logging::start_service(&config, "serve")?;
     let place = Place::open(&config, DataDirUse::Shared).await?;
     let listener = bind(&config).await?;
     let server = Server::start(&config, &place, listener, args.no_worker).await?;

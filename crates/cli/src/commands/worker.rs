@@ -31,7 +31,7 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
     settings.extend(args.stats_interval.map(|every| Setting::flag("--stats-interval", "log.stats_interval_s", every)));
     let config = Loaded::read(&app.globals, settings)?.config;
     engine::check(&config)?;
-    logging::start(&config.log)?;
+    logging::start_service(&config, "worker")?;
     let place = Place::open(&config, DataDirUse::Shared).await?;
     let to_load = config.clone();
     let mut loading = tokio::task::spawn_blocking(move || engine::start(&to_load, |text| tracing::info!("{text}")));

@@ -210,11 +210,14 @@ pub(crate) struct LogSection {
     pub(crate) format: LogFormat,
     /// Pause between engine log lines; 0 turns them off. Seconds.
     pub(crate) stats_interval_s: u64,
+    /// What services keep in `logs/` of the data folder, all files together; 0 keeps none.
+    #[serde(with = "humane::bytes")]
+    pub(crate) files_bytes_max: u64,
 }
 
 impl Default for LogSection {
     fn default() -> Self {
-        Self { filter: "info".to_owned(), format: LogFormat::Text, stats_interval_s: 10 }
+        Self { filter: "info".to_owned(), format: LogFormat::Text, stats_interval_s: 10, files_bytes_max: 64 << 20 }
     }
 }
 

@@ -101,6 +101,10 @@ fn json_is_pure_for_every_command() {
         &["db", "migrate"],
         &["db", "check"],
         &["db", "backup", "copy.db"],
+        &["db", "vacuum"],
+        &["logs"],
+        &["logs", "last", "--level", "warn"],
+        &["collect-env"],
         &["bench", "durable", "--items", "50"],
         &["completions", "bash"],
         &["man", "man"],
@@ -150,7 +154,9 @@ fn json_is_pure_for_every_command() {
         (&["doctor", "--live", "http://127.0.0.1:9"], 1),
         (&["completions", "nothing"], 2),
         (&["nonsense"], 2),
-        (&["logs"], 2),
+        (&["logs", "--follow"], 2),
+        (&["logs", "--data-dir", "nowhere"], 5),
+        (&["db", "vacuum", "--data-dir", "nowhere"], 5),
     ];
     for (arguments, code) in bad {
         assert_bad(arguments, *code, &home.batch(&[arguments, &["--json"][..]].concat()));

@@ -4,6 +4,7 @@
 mod documents;
 mod harness;
 mod json;
+mod logs;
 mod offline;
 mod server;
 mod terminal;

@@ -64,7 +64,7 @@ fn help_is_searched_by_word() {
 #[test]
 fn command_of_a_later_version_says_what_to_use() {
     let home = Home::new();
-    for name in ["logs", "label", "scheduler", "embed", "rerank", "kernels", "collect-env"] {
+    for name in ["label", "scheduler", "embed", "rerank", "kernels"] {
         let said = home.batch(&[name]).expect(2);
         assert!(said.stderr.starts_with("error: ") && said.stderr.contains("is not built yet"), "{}", said.stderr);
         assert_eq!(said.stderr.lines().count(), 1, "{}", said.stderr);

@@ -251,6 +251,26 @@ async fn purge_gives_room_back() {
     assert!(after < before / 2, "{before} bytes before, {after} after");
 }
 
+/// What a purge leaves behind, as where the disk was full in mid-way, a vacuum takes.
+#[tokio::test]
+async fn vacuum_leaves_no_free_page_and_every_row() {
+    let (store, folder) = open(Options::default()).await;
+    let kept = completed_job(&store, &[2, 2], &[1]).await;
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(folder.path().join("overnight.db"));
+    let mut other = <sqlx::SqliteConnection as sqlx::Connection>::connect_with(&options).await.unwrap();
+    for statement in
+        ["create table filler (bytes blob)", "insert into filler values (zeroblob(2000000))", "drop table filler"]
+    {
+        sqlx::query(statement).execute(&mut other).await.unwrap();
+    }
+    let before = store.size_bytes().await.unwrap();
+    store.vacuum().await.unwrap();
+    let after = store.size_bytes().await.unwrap();
+    assert!(before > 2_000_000 && after < 1_000_000, "{before} bytes before, {after} after");
+    assert_eq!(store.check().await.unwrap(), Vec::<String>::new());
+    assert_eq!(store.find_job(kept.id).await.unwrap(), Some(kept));
+}
+
 /// A backup taken while work goes on is whole and holds what was committed.
 #[tokio::test]
 async fn backup_is_a_whole_copy() {

@@ -24,7 +24,7 @@ const BENCH_NOT_BUILT: &[(&str, &str)] = &[
     ("latency", "`batch bench throughput` measures the engine, `batch bench durable` the durable path"),
     ("serve", "`batch bench throughput` measures the engine without the server before it"),
     ("batch", "`batch bench durable` measures a whole batch, from upload to published file"),
-    ("kernels", "the engine runs on the CPU; `batch bench throughput` measures it as a whole"),
+    ("kernels", "`batch bench throughput` measures the engine as a whole, with --device cuda on a GPU"),
     ("tune", "`batch bench throughput` shows the effect of --max-num-seqs and --max-num-batched-tokens"),
 ];
 
@@ -56,6 +56,13 @@ const REFUSED_FLAGS: &[(&str, &str)] = &[
     ("--trust-remote-code", "model repositories run no code here"),
     ("--tokenizer", "the tokenizer is read from the model's folder or GGUF file"),
 ];
+
+/// Values of the full tree that are not built: flag, value, and what to do instead.
+const VALUES_NOT_BUILT: &[(&str, &str, &str)] = &[(
+    "--format",
+    "parquet",
+    "write --format jsonl or csv, then: duckdb -c \"copy (from 'out.jsonl') to 'out.parquet'\"",
+)];
 
 /// Answers `batch help exit-codes`, `--help=all` and `--help=WORD` before the
 /// command line is parsed; `None` when it is neither.
@@ -111,7 +118,7 @@ pub(crate) fn report(err: &clap::Error, words: &[OsString]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let json = words.iter().any(|word| word == "--json");
-    let failure = not_built(err, words).or_else(|| refused_flag(err));
+    let failure = not_built(err, words).or_else(|| value_not_built(err)).or_else(|| refused_flag(err));
     match failure {
         Some(failure) => {
             let text = if json { failure.to_json() + "\n" } else { failure.to_text(false) };
@@ -145,6 +152,17 @@ fn not_built(err: &clap::Error, words: &[OsString]) -> Option<Failure> {
     let (name, instead) = known.iter().find(|(known, _)| *known == name)?;
     let name = if of_bench { format!("bench {name}") } else { (*name).to_owned() };
     Some(Failure::usage(format!("`{name}` is not built yet: {instead}")).code("not_built"))
+}
+
+fn value_not_built(err: &clap::Error) -> Option<Failure> {
+    if err.kind() != ErrorKind::InvalidValue {
+        return None;
+    }
+    let flag = context(err, ContextKind::InvalidArg)?.split(' ').next()?;
+    let value = context(err, ContextKind::InvalidValue)?;
+    let (flag, value, instead) =
+        VALUES_NOT_BUILT.iter().find(|(known, refused, _)| *known == flag && *refused == value)?;
+    Some(Failure::usage(format!("{flag} {value} is not built: {instead}")).code("not_built"))
 }
 
 fn refused_flag(err: &clap::Error) -> Option<Failure> {

@@ -75,6 +75,18 @@ fn command_of_a_later_version_says_what_to_use() {
 }
 
 #[test]
+fn format_that_is_not_built_says_how_to_get_there() {
+    let home = Home::new();
+    let said = home.batch(&["results", "last", "--format", "parquet"]).expect(2);
+    assert!(said.stderr.starts_with("error: --format parquet is not built: ") && said.stderr.contains("duckdb -c"));
+    let said = home.batch(&["results", "last", "--format", "parquet", "--json"]).expect(2);
+    let error: serde_json::Value = serde_json::from_str(&said.stderr).expect("errors are JSON too");
+    assert_eq!(error["error"]["code"], "not_built");
+    let said = home.batch(&["results", "last", "--format", "xml"]).expect(2);
+    assert!(said.stderr.contains("jsonl"), "another word is told the known ones: {said:?}");
+}
+
+#[test]
 fn flag_of_vllm_that_is_missing_is_refused_with_a_reason() {
     let said = Home::new().batch(&["serve", "--model", "m", "--tensor-parallel-size", "2"]).expect(2);
     assert!(said.stderr.contains("--tensor-parallel-size is not accepted: "), "{}", said.stderr);

@@ -209,7 +209,7 @@ impl OpenLease {
         !self.ready.is_empty()
     }
 
-    /// Takes back everything that is not at the engine; `true` once nothing is there either.
+    /// Takes back everything that has not begun; `true` once nothing runs either.
     pub(crate) fn drain(&mut self) -> bool {
         let unentered = std::mem::take(&mut self.ready).into_iter().map(|offer| offer.bit);
         for bit in unentered.chain(self.seat.withdraw()) {

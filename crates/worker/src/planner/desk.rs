@@ -286,11 +286,11 @@ impl Seat {
         }
     }
 
-    /// Takes back what has not reached the engine; returns its bits.
+    /// Takes back what has not begun; returns its bits.
     pub(crate) fn withdraw(&self) -> Vec<u32> {
-        let bits = self.desk.inner.lock().planner.withdraw(self.ticket);
+        let (bits, cancelled) = self.desk.inner.lock().planner.withdraw(self.ticket);
         if !bits.is_empty() {
-            self.desk.inner.left(&[]);
+            self.desk.inner.left(&cancelled);
         }
         bits
     }

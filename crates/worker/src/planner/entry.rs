@@ -106,6 +106,8 @@ pub(super) struct Entry {
     pub(super) chain: Chain,
     pub(super) length: u32,
     pub(super) num_bytes: u64,
+    /// Its engine says when it begins a request.
+    is_local: bool,
     /// Entries handed over before it came.
     pub(super) num_taken_before: u64,
     pub(super) stage: Stage,
@@ -131,6 +133,7 @@ impl Entry {
             priority,
             item,
             num_bytes: offer.num_bytes(),
+            is_local: matches!(offer.requests[0].input, Input::Tokens(_)),
             chain: offer.chain,
             length: offer.length,
             requests: offer.requests,
@@ -141,6 +144,14 @@ impl Entry {
 
     pub(super) fn is_waiting(&self) -> bool {
         matches!(self.stage, Stage::Waiting)
+    }
+
+    /// Whether nothing of it has been begun: it waits here or, as far as one hears, at the engine.
+    pub(super) fn is_unbegun(&self) -> bool {
+        match self.stage {
+            Stage::Waiting => true,
+            Stage::Running { num_begun, .. } => self.is_local && num_begun == 0 && self.num_open == self.num_requests,
+        }
     }
 
     /// Gives its requests away; keeps a copy for others to be compared with.

@@ -359,16 +359,14 @@ impl Planner {
         if entry.members.is_empty() { self.forget(id) } else { Vec::new() }
     }
 
-    /// Takes back what a seat has waiting; returns these bits.
-    pub(crate) fn withdraw(&mut self, ticket: Ticket) -> Vec<u32> {
-        let Some(seat) = self.seats.get(&ticket) else { return Vec::new() };
-        let waits = |id: &EntryId| self.entries[id].is_waiting();
-        let bits: Vec<u32> = seat.entries.iter().filter(|(_, id)| waits(id)).map(|(&bit, _)| bit).collect();
-        for &bit in &bits {
-            let cancelled = self.settle(ticket, bit);
-            debug_assert!(cancelled.is_empty(), "what waits is not at the engine");
-        }
-        bits
+    /// Takes back what of a seat's items has not begun. Returns their bits, and what must be
+    /// cancelled at the engine, where the requests that are next wait too.
+    pub(crate) fn withdraw(&mut self, ticket: Ticket) -> (Vec<u32>, Vec<RequestId>) {
+        let Some(seat) = self.seats.get(&ticket) else { return (Vec::new(), Vec::new()) };
+        let is_unbegun = |id: &EntryId| self.entries[id].is_unbegun();
+        let bits: Vec<u32> = seat.entries.iter().filter(|(_, id)| is_unbegun(id)).map(|(&bit, _)| bit).collect();
+        let cancelled = bits.iter().flat_map(|&bit| self.settle(ticket, bit)).collect();
+        (bits, cancelled)
     }
 
     /// A shard goes, with all its items. Returns what must be cancelled.

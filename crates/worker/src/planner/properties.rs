@@ -126,7 +126,10 @@ proptest! {
                 }
                 Action::Withdraw(seat) if !seats.is_empty() => {
                     let seat = seats[seat % seats.len()];
-                    for bit in planner.withdraw(seat) {
+                    let (bits, cancelled) = planner.withdraw(seat);
+                    prop_assert!(cancelled.iter().all(|id| !begun.contains_key(id)), "it was running");
+                    running.retain(|request| !cancelled.contains(&request.id));
+                    for bit in bits {
                         prop_assert!(open.remove(&(seat, bit)).is_some());
                     }
                 }

@@ -155,18 +155,35 @@ fn last_one_to_leave_cancels_at_the_engine() {
 }
 
 #[test]
-fn withdrawn_items_are_those_that_wait() {
-    let mut planner = Planner::new(PlannerLimits { requests_max: 1, ..LIMITS });
+fn withdrawn_items_are_those_that_have_not_begun() {
+    let mut planner = Planner::new(PlannerLimits { requests_max: 2, ..LIMITS });
     let (a, b) = (planner.join(sitter(0)), planner.join(sitter(0)));
-    planner.enter(a, greedy(0, 1, 40), now()).unwrap();
-    planner.enter(a, greedy(1, 2, 20), now()).unwrap();
-    planner.enter(b, greedy(0, 2, 20), now()).unwrap();
-    let running = planner.take(now());
-    assert_eq!(running.len(), 1);
-    assert_eq!(planner.withdraw(a), [1]);
-    assert_eq!(whom(&deliver(&mut planner, [answer(running[0].id)])), [(a, 0)]);
+    planner.enter(a, greedy(0, 1, 60), now()).unwrap();
+    planner.enter(a, sampled(1, 2, 40), now()).unwrap();
+    planner.enter(a, greedy(2, 3, 20), now()).unwrap();
+    planner.enter(b, greedy(0, 3, 20), now()).unwrap();
+    let [running, next] = planner.take(now()).try_into().unwrap();
+    assert!(deliver(&mut planner, [Output::Begun { id: running.id }]).is_empty());
+    let (mut bits, cancelled) = planner.withdraw(a);
+    bits.sort_unstable();
+    assert_eq!((bits, cancelled), (vec![1, 2], vec![next.id]), "the one waits here, the other at the engine");
+    assert_eq!(whom(&deliver(&mut planner, [answer(running.id)])), [(a, 0)]);
     let [twin] = planner.take(now()).try_into().unwrap();
-    assert_eq!(whom(&deliver(&mut planner, [answer(twin.id)])), [(b, 0)]);
+    assert_eq!(whom(&deliver(&mut planner, [answer(twin.id)])), [(b, 0)], "its twin's job goes on");
+}
+
+// Another server does not say when it begins: what it got may be running.
+#[test]
+fn bodies_at_a_remote_engine_are_never_withdrawn() {
+    let mut planner = Planner::new(PlannerLimits { requests_max: 1, ..LIMITS });
+    let a = planner.join(sitter(0));
+    for bit in 0..2 {
+        let input = Input::Body { endpoint: Endpoint::Completions, json: bytes::Bytes::from_static(b"{}") };
+        let body = Request { id: RequestId::next(), class: Class::Job, input };
+        planner.enter(a, offer(bit, vec![body]), now()).unwrap();
+    }
+    assert_eq!(planner.take(now()).len(), 1);
+    assert_eq!(planner.withdraw(a), (vec![1], vec![]));
 }
 
 #[test]

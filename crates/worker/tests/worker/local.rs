@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use overnight_store::{CancelMode, Jobs};
 use overnight_testing::service::{line_saying, line_with};
 use overnight_testing::{Ask, Reply, ScriptedGenerate, TestService, wait};
 use overnight_types::OutcomeKind;
@@ -141,6 +142,36 @@ async fn request_that_waits_in_the_engine_is_not_past_its_time_limit() {
     let codes: Vec<String> = outcomes.values().filter_map(|record| record.error_code.clone()).collect();
     assert_eq!(codes, ["request_timeout"]);
     assert_eq!(outcomes.values().filter(|record| record.outcome == OutcomeKind::Completed).count(), 11);
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(job).await;
+}
+
+// Ten minutes of drain are for what runs: what waits in the engine's own queue must not start.
+#[tokio::test]
+async fn cancelled_job_starts_nothing_that_waits_in_the_engine() {
+    let service = TestService::new().await;
+    let lines: Vec<String> = (0..12).map(|id| line_saying(&format!("item-{id}"), &format!("text {id}"))).collect();
+    let job = service.submit_cut(&lines, 12).await;
+    let engine = ScriptedGenerate::new(|_| Reply::Hold("answer".to_owned())).running_at_most(3);
+    let worker = start(&service, &engine).await;
+    wait::until("all at the engine", || async {
+        if engine.num_held() == 12 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
+    })
+    .await;
+    let drain = Duration::from_secs(600);
+    assert!(service.store.cancel_job_if_active(job, CancelMode::Drain, drain).await.unwrap().is_applied());
+    wait::until("the others to be taken back", || async {
+        if engine.num_cancelled() == 9 { Ok(()) } else { Err(format!("{} cancelled", engine.num_cancelled())) }
+    })
+    .await;
+    assert_eq!(engine.num_held(), 3, "what runs goes on");
+    engine.release_all();
+    wait::until("what ran to be committed", || async {
+        let done = service.outcomes(job).await.len();
+        if done == 3 { Ok(()) } else { Err(service.seen(job).await) }
+    })
+    .await;
+    assert_eq!(engine.num_asked(), 12);
     worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
 }

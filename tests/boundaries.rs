@@ -43,6 +43,7 @@ const OWNERS: &[(&str, &[&str])] = &[
     ("object_store", &["blobs"]),
     ("axum", &["api", "web"]),
     ("hyper", &["api"]),
+    ("prometheus", &["api"]),
     ("hyper-util", &["api"]),
     ("askama", &["web"]),
     ("cudarc", &["kernels"]),

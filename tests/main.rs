@@ -11,6 +11,7 @@ mod harness;
 mod kill;
 mod late_commit;
 mod memory;
+mod metrics;
 mod run;
 mod states;
 mod stops;

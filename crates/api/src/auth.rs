@@ -1,4 +1,5 @@
-//! API keys: `Authorization: Bearer …` on everything but `/health` and `/ping`.
+//! API keys: `Authorization: Bearer …` on everything but `/health`, `/ping` and, by
+//! `api.open_metrics`, `/metrics`.
 //!
 //! Keys are compared as SHA-256 digests in constant time, every known key each time,
 //! so that neither length nor content of a key shows in the answer's timing.
@@ -11,6 +12,7 @@ use sha2::{Digest, Sha256};
 
 use crate::config::{ApiConfig, Secret};
 use crate::error::{ApiError, Error, Result};
+use crate::metrics;
 use crate::state::Shared;
 
 /// What a key may do.
@@ -71,7 +73,9 @@ pub(crate) const OPEN: [&str; 2] = ["/health", "/ping"];
 
 /// Lets a request pass when its key allows it.
 pub(crate) async fn guard(State(state): State<Shared>, request: Request, next: Next) -> Result<Response> {
-    if !state.keys.0.is_empty() && !OPEN.contains(&request.uri().path()) {
+    let path = request.uri().path();
+    let is_open = OPEN.contains(&path) || (path == metrics::PATH && state.parts.config.open_metrics);
+    if !state.keys.0.is_empty() && !is_open {
         check(&state.keys, &request)?;
     }
     Ok(next.run(request).await)

@@ -23,6 +23,8 @@ pub struct ApiConfig {
     /// A file with one key a line; `read-only KEY` for one that may only read,
     /// `#` starts a comment.
     pub api_keys_file: Option<PathBuf>,
+    /// `/metrics` answers without a key too.
+    pub open_metrics: bool,
     /// Largest batch input file.
     #[serde(with = "humane::bytes")]
     pub batch_file_bytes_max: u64,
@@ -78,6 +80,7 @@ impl Default for ApiConfig {
             api_keys: Vec::new(),
             read_only_api_keys: Vec::new(),
             api_keys_file: None,
+            open_metrics: false,
             batch_file_bytes_max: 64 << 30,
             other_file_bytes_max: 512 << 20,
             body_bytes_max: 64 << 20,

@@ -14,6 +14,7 @@ pub mod error;
 mod files;
 mod health;
 mod list_object;
+mod metrics;
 mod online;
 mod openapi;
 mod request_id;
@@ -23,6 +24,7 @@ mod state;
 
 pub use config::{ApiConfig, Secret};
 pub use error::Error;
+pub use metrics::{Measure, MetricsPage};
 pub use router::router;
 pub use serve::serve;
 pub use state::{ApiState, FreeDisk};

@@ -14,7 +14,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::error::{ApiError, Error, Result};
 use crate::state::{ApiState, Inner, Shared};
-use crate::{auth, batches, files, health, online, openapi, request_id};
+use crate::{auth, batches, files, health, metrics, online, openapi, request_id};
 
 /// Collects routes and remembers what it collected, so that the OpenAPI document can
 /// be held against the truth.
@@ -108,6 +108,7 @@ pub(crate) fn routes(time_limit: Duration) -> Routes {
         .get("/health", health::health)
         .get("/ping", health::health)
         .get("/version", health::version)
+        .get(metrics::PATH, metrics::show)
         .get("/openapi.json", openapi::openapi)
 }
 
@@ -124,8 +125,9 @@ pub fn router(parts: ApiState) -> Result<Router, Error> {
         .fallback(not_found);
     Ok(inner
         .layer(from_fn_with_state(Arc::clone(&state), refuse_while_draining))
-        .layer(from_fn_with_state(state, auth::guard))
+        .layer(from_fn_with_state(Arc::clone(&state), auth::guard))
         .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn_with_state(state, metrics::http::measure))
         .layer(from_fn(request_id::wrap)))
 }
 

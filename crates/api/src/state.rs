@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use crate::auth::Keys;
 use crate::config::ApiConfig;
 use crate::error::{ApiError, Error, Result};
+use crate::metrics::{Measure, Metrics};
 
 /// Bytes free where objects and database live; an error text when it cannot be told.
 pub type FreeDisk = Arc<dyn Fn() -> Result<u64, String> + Send + Sync>;
@@ -45,7 +46,9 @@ pub struct ApiState {
     pub draining: CancellationToken,
     /// The free-disk guard's look at the disk; `None` turns the guard off.
     pub free_disk: Option<FreeDisk>,
-    /// Routes of others (dashboard, metrics) that the same keys guard.
+    /// Metrics of other parts (engine, worker) for `/metrics`.
+    pub measure: Option<Measure>,
+    /// Routes of others (the dashboard) that the same keys guard.
     pub extra: axum::Router,
 }
 
@@ -71,6 +74,7 @@ pub(crate) struct Inner {
     pub(crate) online: Gate,
     pub(crate) uploads: Gate,
     pub(crate) event_streams: Gate,
+    pub(crate) metrics: Metrics,
     /// Asked for by every page of batches, so kept for a moment.
     workers: Mutex<Option<(Instant, Arc<[LiveWorker]>)>>,
 }
@@ -89,6 +93,7 @@ impl Inner {
             online: gate("online requests", config.online_requests_max, "api.online_requests_max"),
             uploads: gate("uploads", config.uploads_max, "api.uploads_max"),
             event_streams: gate("event streams", config.event_streams_max, "api.event_streams_max"),
+            metrics: Metrics::new(),
             workers: Mutex::new(None),
             parts,
         })

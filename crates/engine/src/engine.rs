@@ -90,6 +90,7 @@ impl Engine {
     fn start_step(&mut self, output: &mut StepOutput) -> Result<bool, Error> {
         self.scheduler.plan(&mut self.plan);
         output.num_preempted = self.plan.num_preempted;
+        output.admitted = std::mem::take(&mut self.plan.admitted);
         self.refuse_unplaceable(output);
         if self.plan.rows.is_empty() {
             return Ok(false);

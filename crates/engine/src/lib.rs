@@ -19,6 +19,7 @@ pub mod error;
 pub mod gguf;
 pub mod handle;
 pub mod load;
+pub mod metrics;
 pub mod model;
 pub mod output;
 pub mod request;

@@ -203,6 +203,11 @@ impl Outputs {
         }
     }
 
+    /// Requests that ended here since the last delivery, before the engine ended them.
+    pub fn ended(&self) -> &[EndedHere] {
+        &self.round.ended
+    }
+
     /// Gives out the events since the last call, one message per sink. Returns the
     /// requests that ended here before the engine ended them, or that nobody listens to.
     pub fn deliver(&mut self) -> Vec<EndedHere> {

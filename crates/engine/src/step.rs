@@ -30,6 +30,8 @@ pub struct StepPlan {
     pub num_preempted: u32,
     /// Sequences that can never be placed; a fault of the door.
     pub unplaceable: Vec<SequenceId>,
+    /// Requests that were let in for the first time.
+    pub admitted: Vec<RequestId>,
     token_ids: Vec<u32>,
     positions: Vec<u32>,
     slot_mapping: Vec<u32>,
@@ -48,6 +50,7 @@ impl StepPlan {
         self.num_decode_rows = 0;
         self.num_preempted = 0;
         self.unplaceable.clear();
+        self.admitted.clear();
         self.feedback.clear();
         for array in [
             &mut self.token_ids,
@@ -155,6 +158,8 @@ pub struct StepOutput {
     pub num_preempted: u32,
     /// Requests that a step computes for the first time, of those whose caller is told.
     pub begun: Vec<RequestId>,
+    /// Requests let in for the first time while planning.
+    pub admitted: Vec<RequestId>,
     /// Per request whose state moved on visibly.
     pub outputs: Vec<SequenceOutput>,
 }

@@ -71,6 +71,7 @@ impl OpenLease {
         self.unwritten.since = None;
         self.record_faults().await?;
         let Some(writer) = self.unwritten.writer.take() else { return Ok(false) };
+        let started = Instant::now();
         let (bytes, parts) = writer.finish();
         fail::fail_point!("worker::segment_before_put");
         self.shared.blobs.put(&parts.name, bytes).await.map_err(|err| Stop::trouble("write a segment", &err))?;
@@ -86,7 +87,9 @@ impl OpenLease {
             byte_len: parts.byte_len,
             sha256: parts.sha256,
         };
+        let written = Instant::now();
         let committed = self.commit(&segment).await?;
+        self.shared.metrics.committed(&segment.code_counts, segment.byte_len, started.elapsed(), written.elapsed());
         fail::fail_point!("worker::segment_after_commit");
         self.done.union(&segment.items);
         self.next_seq += 1;
@@ -107,6 +110,7 @@ impl OpenLease {
             match self.shared.store.commit_segment_if_leased(self.key, segment).await {
                 Ok(Guarded::Applied(committed)) => return Ok(committed),
                 Ok(Guarded::Lost { now }) => {
+                    self.shared.metrics.lost();
                     tracing::warn!(
                         job.id = %self.key.job, shard.index = self.key.shard.0, epoch = self.key.epoch.0, ?now,
                         "a late write of outcomes was refused"
@@ -130,7 +134,10 @@ impl OpenLease {
         let faults = std::mem::take(&mut self.unwritten.faults);
         match self.shared.store.record_faults_if_leased(self.key, &faults).await {
             // Other workers draw on the same budget.
-            Ok(Guarded::Applied(used)) => self.shared.retries.at_least(self.key.job, used),
+            Ok(Guarded::Applied(used)) => {
+                self.shared.metrics.retried(faults.len());
+                self.shared.retries.at_least(self.key.job, used);
+            }
             Ok(Guarded::Lost { .. }) => return Err(Stop::Lost),
             Err(err) => return Err(Stop::trouble("record faults", &err)),
         }

@@ -18,6 +18,7 @@ pub mod lifecycle;
 pub mod local;
 pub mod lock;
 pub mod mapper;
+pub mod metrics;
 pub mod remote;
 
 mod checkpoint;

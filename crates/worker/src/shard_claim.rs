@@ -82,6 +82,7 @@ impl ShardSource {
     fn open(&self, lease: ShardLease, asked_at: Instant) -> ShardWork {
         let shared = &self.shared;
         let (cut, undone) = (&lease.shard.cut, lease.shard.done.num_bits() - lease.shard.done.count_ones());
+        shared.metrics.leased(lease.shard.crashes > 0, undone);
         let open = shared.window.open(undone, cut.byte_len);
         let guard = shared.leases.hold(lease.key(), lease.job.round, asked_at, shared.config.lease_ttl);
         shared.retries.at_least(lease.shard.job, lease.retries_used);

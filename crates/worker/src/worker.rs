@@ -15,6 +15,7 @@ use crate::lifecycle::sweep::SweepAges;
 use crate::lifecycle::webhook::Webhook;
 use crate::lifecycle::{self, StepFailures};
 use crate::mapper::Mapper;
+use crate::metrics::WorkerMetrics;
 use crate::planner::Desk;
 use crate::renewal::{self, EngineWatch, Leases, Order};
 use crate::window::{Window, WindowStatus};
@@ -88,6 +89,7 @@ pub(crate) struct Shared {
     pub(crate) engine_watch: Arc<EngineWatch>,
     pub(crate) retries: crate::outcome::RetryBudgets,
     pub(crate) troubles: crate::claim::Troubles,
+    pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) sweep_ages: SweepAges,
     pub(crate) step_failures: StepFailures,
     /// Claims end.
@@ -162,6 +164,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         engine_watch: Arc::new(EngineWatch::new(config.engine_stall_max)),
         retries: crate::outcome::RetryBudgets::default(),
         troubles: crate::claim::Troubles::default(),
+        metrics: Arc::default(),
         sweep_ages: SweepAges::default(),
         step_failures: StepFailures::default(),
         stop_claiming: CancellationToken::new(),
@@ -237,6 +240,7 @@ async fn log_resumed(shared: &Shared) {
         if done == 0 {
             continue;
         }
+        shared.metrics.resumed();
         let in_flight = match shared.store.list_shards(job.id, overnight_types::ShardIndex(0), job.num_shards).await {
             Ok(shards) => shards.iter().filter(|shard| was_in_flight(shard)).map(num_undone).sum::<u64>(),
             Err(_) => 0,
@@ -272,6 +276,11 @@ impl WorkerHandle {
             window: self.shared.window.status(self.shared.desk.as_ref().map(Desk::counts).unwrap_or_default()),
             engine: self.shared.generate.as_ref().map(|generate| generate.status()),
         }
+    }
+
+    /// What it did since its start.
+    pub fn metrics(&self) -> Arc<WorkerMetrics> {
+        self.shared.metrics.clone()
     }
 
     /// Stops in order: leases nothing more, lets running items finish for up to

@@ -73,7 +73,11 @@ async fn receive(state: &Inner, mut form: Multipart, declared: u64) -> Result<Fi
     };
     let checked = read.and_then(|()| check(state, &received));
     match (checked, received.file) {
-        (Ok(new), Some((id, writer))) => store(state, id, writer, new).await,
+        (Ok(new), Some((id, writer))) => {
+            let file = store(state, id, writer, new).await?;
+            state.metrics.upload_bytes.inc_by(file.bytes);
+            Ok(file)
+        }
         (Ok(_), None) => Err(missing("file")),
         (Err(error), file) => {
             if let Some((id, writer)) = file {

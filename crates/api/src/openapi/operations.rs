@@ -60,7 +60,7 @@ impl Operation {
         let tag = match path {
             _ if path.starts_with("/v1/files") => "Files",
             _ if path.starts_with("/v1/batches") => "Batches",
-            "/health" | "/ping" | "/version" | "/openapi.json" => "Operations",
+            "/health" | "/ping" | "/version" | "/metrics" | "/openapi.json" => "Operations",
             _ => "Online",
         };
         let refusals = if method == Method::GET { READ } else { WRITE };
@@ -287,6 +287,14 @@ fn other() -> Vec<Operation> {
         },
         Operation { open: true, refusals: &[503], ..Operation::get("ping", "/ping", "The same as /health.", "Health") },
         Operation::get("version", "/version", "The version of the binary.", "Version").refuses(&[401]),
+        Operation::get(
+            "metrics",
+            "/metrics",
+            "Metrics as Prometheus text; api.open_metrics lets it go without a key.",
+            "Version",
+        )
+        .answers(Answer::Bytes("text/plain"))
+        .refuses(&[401]),
         Operation::get("openapi", "/openapi.json", "This document.", "OpenApi").refuses(&[401]),
     ]
 }

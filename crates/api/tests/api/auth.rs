@@ -41,7 +41,7 @@ async fn every_route_but_the_probes_asks_for_a_key() {
             assert_eq!(answer.header("www-authenticate"), "Bearer");
         }
     }
-    for path in ["/version", "/openapi.json", "/ui/", "/nowhere", "/tokenize"] {
+    for path in ["/version", "/openapi.json", "/metrics", "/ui/", "/nowhere", "/tokenize"] {
         assert_eq!(ask(&server, Method::GET, path, None).await.status, 401, "{path}");
     }
     for path in ["/health", "/ping"] {
@@ -80,4 +80,24 @@ async fn without_configured_keys_any_or_no_key_is_taken() {
     for authorization in [None, Some("Bearer anything"), Some("nonsense")] {
         assert_eq!(ask(&server, Method::GET, "/v1/batches", authorization).await.status, 200);
     }
+}
+
+#[tokio::test]
+async fn metrics_may_be_opened_to_scrapers_and_hold_no_text_of_users() {
+    let server = Server::with(ScriptedGenerate::echo(), |state| {
+        state.config.api_keys = vec![Secret::new("sk-one")];
+        state.config.open_metrics = true;
+        let measure = |page: &mut overnight_api::MetricsPage| page.counter("ours_total", "Ours", &[("a", "b")], 3.0);
+        state.measure = Some(std::sync::Arc::new(measure));
+    })
+    .await;
+    assert_eq!(ask(&server, Method::GET, "/version", None).await.status, 401, "nothing else is open");
+    ask(&server, Method::GET, "/v1/files/file-secret-name", Some("Bearer sk-one")).await;
+    let answer = ask(&server, Method::GET, "/metrics", None).await;
+    assert_eq!((answer.status.as_u16(), answer.header("content-type")), (200, "text/plain; version=0.0.4"));
+    let text = answer.text();
+    assert!(text.contains("ours_total{a=\"b\"} 3\n"), "{text}");
+    assert!(text.contains("handler=\"/v1/files/{file_id}\",method=\"GET\""), "{text}");
+    assert!(text.contains("http_requests_total{handler=\"/version\",method=\"GET\",status=\"401\"} 1"), "{text}");
+    assert!(!text.contains("secret-name"), "paths are told by their pattern");
 }

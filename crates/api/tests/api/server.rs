@@ -99,6 +99,7 @@ impl Server {
             version: "1.2.3".to_owned(),
             draining: draining.clone(),
             free_disk: None,
+            measure: None,
             extra: Router::new(),
         };
         change(&mut state);

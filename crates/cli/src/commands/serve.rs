@@ -25,6 +25,7 @@ use crate::output::human;
 use crate::service::engine::{self, Started};
 use crate::service::flags::EngineFlags;
 use crate::service::late::{self, LateEngine};
+use crate::service::metrics::Sources;
 use crate::service::{Place, Stops, clean_up, stats};
 use crate::{host, logging};
 
@@ -106,6 +107,7 @@ async fn bind(config: &Config) -> Result<TcpListener> {
 /// A server whose socket answers.
 struct Server {
     late: Option<Arc<LateEngine>>,
+    metrics: Arc<Sources>,
     mapper: Arc<OnceLock<Mapper>>,
     draining: CancellationToken,
     stop_api: CancellationToken,
@@ -120,6 +122,7 @@ impl Server {
         let mapper = Arc::new(OnceLock::new());
         let (draining, stop_api) = (CancellationToken::new(), CancellationToken::new());
         let generate = late.clone().map(|late| late as Arc<dyn Generate>);
+        let metrics = Sources::new(late.clone(), &engine::served_names(config), &config.engine.local);
         let router = overnight_api::router(ApiState {
             store: place.shared_store(),
             blobs: place.blobs.clone(),
@@ -132,6 +135,7 @@ impl Server {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             draining: draining.clone(),
             free_disk: Some(free_disk(&place.data_dir)),
+            measure: Some(metrics.clone().measure()),
             extra: Default::default(),
         })
         .map_err(|err| Failure::from_error("start the API", &err))?;
@@ -150,7 +154,7 @@ impl Server {
         );
         // Intake, finalizing, expiry and sweep do not wait for the model.
         let lifecycle = place.start_worker(config, None).await?;
-        Ok(Self { late, mapper, draining, stop_api, api, lifecycle, _card: card })
+        Ok(Self { late, metrics, mapper, draining, stop_api, api, lifecycle, _card: card })
     }
 
     /// Loads the model beside serving, then runs until a signal.
@@ -208,6 +212,7 @@ impl Server {
         let generate: Arc<dyn Generate> = late.clone();
         let engine = (generate, started.mapper, started.producer.clone());
         let worker = place.start_worker(config, Some(engine)).await?;
+        self.metrics.set_worker(&worker);
         tracing::info!("ready: {}, models {}", started.producer, engine::served_names(config).join(", "));
         if config.log.stats_interval_s > 0 {
             let every = Duration::from_secs(config.log.stats_interval_s);

@@ -9,6 +9,7 @@ pub(crate) mod crash;
 pub(crate) mod engine;
 pub(crate) mod flags;
 pub(crate) mod late;
+pub(crate) mod metrics;
 mod objects;
 pub(crate) mod stats;
 

@@ -10,6 +10,7 @@ use super::output_thread::Mail;
 use super::panic_text;
 use super::shared::{Shared, lock};
 use super::status::EngineState;
+use crate::metrics::{Arrival, StepMark};
 use crate::output::{EndedHere, Event, Registration, Sink};
 use crate::request::{Request, RequestId};
 use crate::step::{SequenceOutput, StepOutput};
@@ -17,6 +18,8 @@ use crate::{Engine, Error};
 
 /// Steps whose outputs nobody watches are handed over together, at most this many outputs.
 const UNWATCHED_MAX: usize = 4096;
+/// The same in steps, which may have no outputs.
+const STEPS_MAX: usize = 256;
 
 pub(super) struct EngineThread {
     engine: Engine,
@@ -26,12 +29,22 @@ pub(super) struct EngineThread {
     begun: Vec<RequestId>,
     /// Outputs not handed over yet.
     outputs: Vec<SequenceOutput>,
+    /// The steps that brought them, and those since the last handing over.
+    steps: Vec<StepMark>,
     must_hand_over: bool,
 }
 
 impl EngineThread {
     pub(super) fn new(engine: Engine, shared: Arc<Shared>, to_outputs: SyncSender<Mail>) -> Self {
-        Self { engine, shared, to_outputs, begun: Vec::new(), outputs: Vec::new(), must_hand_over: false }
+        Self {
+            engine,
+            shared,
+            to_outputs,
+            begun: Vec::new(),
+            outputs: Vec::new(),
+            steps: Vec::new(),
+            must_hand_over: false,
+        }
     }
 
     /// Steps until closed or broken, then fails what is left.
@@ -72,13 +85,22 @@ impl EngineThread {
             // Where tests break it down.
             fail::fail_point!("engine::step");
             let step = self.engine.step()?;
-            self.note(&step, started);
+            let ended_at = self.note(&step, started);
+            let num_tokens = step.num_decode_rows + step.num_prefill_tokens;
             self.must_hand_over |= !step.begun.is_empty();
             self.begun.extend(step.begun);
             for output in step.outputs {
                 self.keep(output);
             }
-            if self.must_hand_over || self.outputs.len() >= UNWATCHED_MAX {
+            let num_outputs = self.outputs.len();
+            self.steps.push(StepMark {
+                started_at: started,
+                ended_at,
+                num_tokens,
+                admitted: step.admitted,
+                num_outputs,
+            });
+            if self.must_hand_over || num_outputs >= UNWATCHED_MAX || self.steps.len() >= STEPS_MAX {
                 self.hand_over();
             }
         }
@@ -106,8 +128,9 @@ impl EngineThread {
         if is_idle {
             lock(&self.shared.status).last_progress = Instant::now();
         }
+        let now = Instant::now();
         for (request, sink) in submissions {
-            self.add(request, sink);
+            self.add(request, sink, now);
         }
         for id in cancels {
             if let Some(output) = self.engine.cancel(id) {
@@ -127,11 +150,12 @@ impl EngineThread {
         true
     }
 
-    fn add(&mut self, request: Request, sink: Sink) {
+    fn add(&mut self, request: Request, sink: Sink, now: Instant) {
         let id = request.id;
         let registration = Registration::new(&request, sink.clone());
+        let arrival = Arrival::new(id, &request.stop, now);
         match self.engine.add(request) {
-            Ok(()) => self.send(Mail::Register(Box::new(registration))),
+            Ok(()) => self.send(Mail::Register(Box::new((registration, arrival)))),
             Err(error) => {
                 self.shared.room.add_permits(1);
                 sink(vec![Event::Failed { id, error }]);
@@ -150,10 +174,11 @@ impl EngineThread {
 
     fn hand_over(&mut self) {
         self.must_hand_over = false;
-        if !self.begun.is_empty() || !self.outputs.is_empty() {
+        if !self.begun.is_empty() || !self.outputs.is_empty() || !self.steps.is_empty() {
             let begun = std::mem::take(&mut self.begun);
             let outputs = std::mem::take(&mut self.outputs);
-            self.send(Mail::Outputs(begun, outputs));
+            let steps = std::mem::take(&mut self.steps);
+            self.send(Mail::Outputs { begun, outputs, steps });
         }
     }
 
@@ -164,13 +189,14 @@ impl EngineThread {
         }
     }
 
-    fn note(&self, step: &StepOutput, started: Instant) {
+    /// Adds a step to the counts; the moment of its end.
+    fn note(&self, step: &StepOutput, started: Instant) -> Instant {
         let now = Instant::now();
         let mut status = lock(&self.shared.status);
         status.last_progress = now;
         // A step that was only started has nothing to tell yet.
         if step.num_decode_rows + step.num_prefill_tokens == 0 {
-            return;
+            return now;
         }
         status.num_steps += 1;
         status.prompt_tokens += u64::from(step.num_prefill_tokens);
@@ -185,6 +211,7 @@ impl EngineThread {
         }
         drop(status);
         self.note_queues();
+        now
     }
 
     fn note_queues(&self) {

@@ -23,6 +23,7 @@ use tokio::sync::Semaphore;
 
 use crate::config::EngineConfig;
 use crate::door::Limits;
+use crate::metrics::EngineMetrics;
 use crate::model::Forward;
 use crate::output::{Event, Outputs, Sink};
 use crate::request::{FinishReason, Request, RequestId};
@@ -99,6 +100,7 @@ impl Engine {
 fn spawn(engine: Engine, outputs: Outputs, limits: Limits) -> EngineHandle {
     let capacity = (limits.max_num_seqs * CAPACITY_PER_SEQ).max(CAPACITY_MIN);
     let shared = Arc::new(Shared {
+        metrics: Mutex::new(EngineMetrics::new(limits.max_model_len)),
         limits,
         inbox: Mutex::default(),
         has_mail: AtomicBool::new(false),
@@ -183,6 +185,11 @@ impl EngineHandle {
     /// Where it stands.
     pub fn status(&self) -> EngineStatus {
         lock(&self.owner.shared.status).clone()
+    }
+
+    /// How long requests took and how large they were, up to the last outputs given out.
+    pub fn metrics(&self) -> EngineMetrics {
+        lock(&self.owner.shared.metrics).clone()
     }
 
     /// What requests are held to; `max_model_len` is the context to fill.

@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 use super::status::{EngineState, EngineStatus};
 use crate::Error;
 use crate::door::Limits;
+use crate::metrics::EngineMetrics;
 use crate::output::{EndedHere, Event, Sink};
 use crate::request::{Request, RequestError, RequestId};
 use crate::running::Close;
@@ -36,6 +37,7 @@ pub(super) struct Shared {
     pub(super) room: Semaphore,
     pub(super) capacity: u32,
     pub(super) status: Mutex<EngineStatus>,
+    pub(super) metrics: Mutex<EngineMetrics>,
 }
 
 /// What a submission has not handed over yet.

@@ -117,6 +117,10 @@ impl Scheduler {
                 self.preempt_last();
                 continue;
             }
+            let sequence = self.sequence(id);
+            if sequence.num_cached_tokens.is_none() {
+                plan.admitted.push(sequence.id);
+            }
             self.start(key, num_cached, chunk);
             budget.take(self.sequence(id), chunk);
             num_promised += self.num_promised(self.sequence(id));

@@ -50,8 +50,20 @@ pub struct Properties {
     pub shared_bytes_max: u32,
     /// Of the second-level cache.
     pub l2_bytes: u64,
+    /// Of the memory, kHz; 0 where the driver does not tell.
+    pub memory_clock_khz: u32,
+    /// Lines to the memory; 0 where the driver does not tell.
+    pub memory_bus_bits: u32,
     /// Driver interface, `13000` for 13.0.
     pub driver_version: u32,
+}
+
+impl Properties {
+    /// Bytes a second that the memory can move by its clock and width, two transfers a cycle.
+    pub fn memory_bytes_per_s(&self) -> Option<u64> {
+        let bytes = u64::from(self.memory_clock_khz) * 1000 * 2 * u64::from(self.memory_bus_bits) / 8;
+        (bytes > 0).then_some(bytes)
+    }
 }
 
 impl Device {
@@ -190,6 +202,8 @@ fn properties(device: sys::CUdevice) -> Result<Properties, Error> {
         memory_bytes: memory_bytes as u64,
         shared_bytes_max: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         l2_bytes: u64::from(attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?),
+        memory_clock_khz: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE).unwrap_or(0),
+        memory_bus_bits: attribute(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH).unwrap_or(0),
         driver_version: driver_version.unsigned_abs(),
     })
 }

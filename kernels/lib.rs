@@ -12,6 +12,7 @@
 pub mod activation;
 pub mod attention_decode;
 pub mod attention_prefill;
+pub mod bench;
 pub mod block_tables;
 pub mod cache;
 pub mod compile;

@@ -1,8 +1,11 @@
 //! Times candidate algorithms on this card, with weights that the cache has not seen.
+//!
+//! [`Gemm::tune`] is the start's quick choice; [`Gemm::contest`] says how good that was.
 
 use cudarc::cublaslt::sys as lt;
 
 use super::{Gemm, Layouts, Shape, bucket, check};
+use crate::graph::Graph;
 use crate::memory::DeviceSlice;
 use crate::{Error, Event, Stream};
 
@@ -20,6 +23,29 @@ pub struct Timing {
     pub first_us: f32,
     /// Microseconds of the winner.
     pub best_us: f32,
+}
+
+/// Candidates of a contest: more than the library has for a shape.
+const NUM_CONTESTANTS: usize = 128;
+/// Microseconds that the calls of a contestant's graph take together, about.
+const GRAPH_US: f32 = 1500.0;
+/// Replays of each graph: to find the best one, and of the last two in turns.
+const HEATS: usize = 3;
+const FINALS: usize = 11;
+/// Contestants this many times slower than the best one so far are out after one call.
+const HOPELESS: f32 = 3.0;
+
+/// How the algorithm in use compares.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Contest {
+    /// Microseconds of a call of the algorithm in use, the median.
+    pub ours_us: f32,
+    /// Its fastest replay.
+    pub ours_us_min: f32,
+    /// Of the best algorithm of all, the median; at most `ours_us`.
+    pub best_us: f32,
+    /// Algorithms that ran.
+    pub num_algorithms: usize,
 }
 
 impl Gemm {
@@ -65,6 +91,95 @@ impl Gemm {
         Ok(Some(Timing { num_candidates: times.iter().flatten().count(), first_us, best_us }))
     }
 
+    /// Compares the algorithm that [`Gemm::run`] takes for exactly this shape with every one that
+    /// the library offers for it, each as a graph of calls, as a decode step replays them. Operands
+    /// as for [`Gemm::tune`].
+    pub fn contest(
+        &mut self,
+        stream: &Stream,
+        y: DeviceSlice<u16>,
+        x: DeviceSlice<u16>,
+        weights: &[DeviceSlice<u16>],
+        shape: Shape,
+    ) -> Result<Contest, Error> {
+        for &w in weights {
+            check(y, x, w, shape)?;
+        }
+        self.prepare(shape)?;
+        let layouts = &self.layouts[&shape];
+        let operands = (y, x, weights);
+        let offered = self.heuristics(shape, [&layouts.w, &layouts.x, &layouts.y], NUM_CONTESTANTS)?;
+        let Some(ours) = self.contestant(stream, operands, shape, layouts, &layouts.algorithm, f32::INFINITY)? else {
+            let status = "the algorithm in use does not run".to_owned();
+            return Err(Error::Launch { kernel: "gemm".to_owned(), dims: format!("{shape:?}"), status });
+        };
+        let (mut num_algorithms, mut best_us) = (1, ours.median(stream, HEATS)?);
+        let mut best = None;
+        for algorithm in offered.iter().filter(|offered| offered.data != layouts.algorithm.data) {
+            num_algorithms += 1;
+            let Some(other) = self.contestant(stream, operands, shape, layouts, algorithm, best_us * HOPELESS)? else {
+                continue;
+            };
+            let us = other.median(stream, HEATS)?;
+            if us < best_us {
+                (best_us, best) = (us, Some(other));
+            }
+        }
+        let (mut of_ours, mut of_best) = (Vec::with_capacity(FINALS), Vec::with_capacity(FINALS));
+        for _ in 0..FINALS {
+            of_ours.push(ours.replay(stream)?);
+            if let Some(best) = &best {
+                of_best.push(best.replay(stream)?);
+            }
+        }
+        of_ours.sort_by(f32::total_cmp);
+        of_best.sort_by(f32::total_cmp);
+        let ours_us = of_ours[FINALS / 2];
+        // The winner of the heats may have been lucky there.
+        let best_us = of_best.get(FINALS / 2).map_or(ours_us, |&us| us.min(ours_us));
+        Ok(Contest { ours_us, ours_us_min: of_ours[0], best_us, num_algorithms })
+    }
+
+    /// The graph of a contestant; `None` when the library refuses it after all, or one call takes
+    /// longer than `limit_us`.
+    fn contestant(
+        &self,
+        stream: &Stream,
+        (y, x, weights): (DeviceSlice<u16>, DeviceSlice<u16>, &[DeviceSlice<u16>]),
+        shape: Shape,
+        layouts: &Layouts,
+        algorithm: &lt::cublasLtMatmulAlgo_t,
+        limit_us: f32,
+    ) -> Result<Option<Contestant>, Error> {
+        let call = |turn: usize| self.launch(stream, y, x, weights[turn % weights.len()], shape, layouts, algorithm);
+        // The first call loads code.
+        if let Err(Error::Launch { .. }) = call(0) {
+            return Ok(None);
+        }
+        let (start, end) = (Event::timed(stream.device())?, Event::timed(stream.device())?);
+        start.record(stream)?;
+        call(1)?;
+        end.record(stream)?;
+        end.synchronize()?;
+        let us = end.ms_since(&start)? * 1000.0;
+        if us > limit_us {
+            return Ok(None);
+        }
+        // A whole number of rounds over the weights, unless they are too many for the time.
+        let num_calls = ((GRAPH_US / us.max(1.0)) as usize).clamp(2, 64);
+        let rounds = num_calls / weights.len();
+        let num_calls = if rounds == 0 { num_calls } else { rounds * weights.len() };
+        let graph = match Graph::record(stream, || (0..num_calls).try_for_each(call)) {
+            Ok(graph) => graph,
+            // One that cannot be recorded is of no use to decode steps.
+            Err(error) if !error.is_sticky() => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        graph.upload(stream)?;
+        graph.launch(stream)?;
+        Ok(Some(Contestant { graph, num_calls, start, end }))
+    }
+
     /// Microseconds a call, `None` when the library refuses the candidate after all.
     #[expect(clippy::too_many_arguments, reason = "the operands of one product")]
     fn time(
@@ -92,5 +207,30 @@ impl Gemm {
         end.record(stream)?;
         end.synchronize()?;
         Ok(Some(end.ms_since(&start)? * 1000.0 / NUM_CALLS as f32))
+    }
+}
+
+/// An algorithm as a graph of calls.
+struct Contestant {
+    graph: Graph,
+    num_calls: usize,
+    start: Event,
+    end: Event,
+}
+
+impl Contestant {
+    /// Microseconds a call in one replay.
+    fn replay(&self, stream: &Stream) -> Result<f32, Error> {
+        self.start.record(stream)?;
+        self.graph.launch(stream)?;
+        self.end.record(stream)?;
+        self.end.synchronize()?;
+        Ok(self.end.ms_since(&self.start)? * 1000.0 / self.num_calls as f32)
+    }
+
+    fn median(&self, stream: &Stream, num: usize) -> Result<f32, Error> {
+        let mut times = (0..num).map(|_| self.replay(stream)).collect::<Result<Vec<_>, _>>()?;
+        times.sort_by(f32::total_cmp);
+        Ok(times[num / 2])
     }
 }

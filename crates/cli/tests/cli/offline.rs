@@ -289,6 +289,21 @@ fn bench_of_a_later_version_is_named_as_such() {
     }
 }
 
+#[test]
+fn bench_of_kernels_without_a_gpu_says_what_the_doctor_says() {
+    let home = Home::new();
+    // Also where there is one.
+    let no_gpu = [("CUDA_VISIBLE_DEVICES", "")];
+    let said = home.batch_with(&no_gpu, &["bench", "kernels", "--json"]).expect(1);
+    let error: serde_json::Value = serde_json::from_str(&said.stderr).expect("an error object");
+    assert_eq!(error["error"]["code"], "gpu_not_usable", "{error}");
+    assert!(error["error"]["hint"].as_str().expect("a hint").contains("batch doctor"), "{error}");
+    assert_eq!(said.stdout, "");
+    let doctor = home.batch_with(&no_gpu, &["doctor", "--json", "--set", "engine.device=cuda"]).expect(1).json();
+    assert_eq!(doctor["gpu"]["result"], "FAIL", "{doctor}");
+    assert_eq!(doctor["gpu"]["found"], error["error"]["message"]);
+}
+
 // curator#295, #231: damaged state, and what the command line advises.
 #[test]
 fn damaged_database_is_named_with_the_one_safe_step() {

@@ -208,9 +208,9 @@ impl CudaModel {
 
     /// Where a block's output goes, and whether it is added there.
     pub(super) fn block_output(&self) -> (overnight_kernels::DeviceSlice<u16>, bool) {
-        match self.config.architecture {
-            Architecture::Gemma3 => (self.buffers.block, false),
-            Architecture::Llama | Architecture::Qwen3 => (self.buffers.residual, true),
+        match self.config.architecture.post_norms() {
+            true => (self.buffers.block, false),
+            false => (self.buffers.residual, true),
         }
     }
 

@@ -87,8 +87,8 @@ impl CudaModel {
         stages.end("kernels", &detail)?;
 
         let weights_bytes = weights::bytes(model, tied);
-        let loader = Loader::new(&device, &mut arena, &stream, &kernels, source, (dtype, config.seed))?;
-        let weights = loader.load(model, tied)?;
+        let loader = Loader::new(&device, &mut arena, &stream, &kernels, model, source, (dtype, config.seed))?;
+        let weights = loader.load(tied)?;
         stages.end("weights", &format!("{:.2} GB", weights_bytes as f64 / 1e9))?;
 
         let positions = config.max_model_len.unwrap_or(model.max_position).min(model.max_position) as usize;

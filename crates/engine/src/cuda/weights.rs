@@ -12,7 +12,7 @@ use crate::cpu::packed::Packed;
 use crate::cuda::during;
 use crate::cuda::kernels::Kernels;
 use crate::load::assemble::{Format, RawTensor, Role, Source, embedding_scale};
-use crate::model::config::{Architecture, ModelConfig};
+use crate::model::config::ModelConfig;
 
 /// Elements of a staging buffer.
 const STAGE_LEN: usize = 16 << 20;
@@ -20,6 +20,9 @@ const STAGE_LEN: usize = 16 << 20;
 const NUM_STAGES: usize = 3;
 /// Elements that a thread converts at a time.
 const PIECE_LEN: usize = 1 << 18;
+
+/// Elements of the arena's alignment.
+const ALIGNED_LEN: usize = overnight_kernels::memory::ALIGNMENT as usize / 2;
 
 /// A 16-bit tensor on the device.
 pub(super) type Half = DeviceSlice<u16>;
@@ -72,18 +75,17 @@ fn bits(dtype: Dtype, number: f32) -> u16 {
 
 /// Bytes that the weights take.
 pub(super) fn bytes(config: &ModelConfig, tied: bool) -> u64 {
-    let matrices = |layer: u64| layer * config.layers.len() as u64;
-    let (hidden, dim) = (config.hidden as u64, config.head_dim as u64);
-    let heads = (config.heads + 2 * config.kv_heads) as u64 * dim;
-    let layer = heads * hidden + config.heads as u64 * dim * hidden + 3 * config.ffn as u64 * hidden;
-    // Norms are small; each is rounded up to the arena's alignment.
-    let norms = 4 * (hidden + 128) + 2 * (dim + 128);
-    let tables = if tied { 1 } else { 2 } * config.vocab_rows.next_multiple_of(8) as u64 * hidden;
-    2 * (matrices(layer + norms + 512) + tables + hidden + 1024)
+    // Each region is rounded up to the arena's alignment.
+    let len = |role: Role| role.dims(config).iter().product::<usize>().next_multiple_of(ALIGNED_LEN) as u64;
+    let has = |role: &&Role| role.is_in(config.architecture);
+    let layer: u64 = Role::LAYER.iter().filter(has).map(|&role| len(role)).sum();
+    let tables = if tied { 1 } else { 2 } * config.vocab_rows.next_multiple_of(8) as u64 * config.hidden as u64;
+    2 * (layer * config.layers.len() as u64 + tables + len(Role::FinalNorm))
 }
 
 /// What loads them.
 pub(super) struct Loader<'a, 's> {
+    pub(super) config: &'a ModelConfig,
     pub(super) arena: &'a mut Arena,
     pub(super) stream: &'a Stream,
     pub(super) kernels: &'a Kernels,
@@ -102,6 +104,7 @@ impl<'a, 's> Loader<'a, 's> {
         arena: &'a mut Arena,
         stream: &'a Stream,
         kernels: &'a Kernels,
+        config: &'a ModelConfig,
         source: Option<&'s mut (dyn Source + 's)>,
         (dtype, seed): (Dtype, u64),
     ) -> Result<Self, Error> {
@@ -109,21 +112,22 @@ impl<'a, 's> Loader<'a, 's> {
         let stage = || Ok((Pinned::new(device, STAGE_LEN)?, Event::new(device)?));
         let stages =
             (0..num_stages).map(|_| stage()).collect::<Result<Vec<_>, _>>().map_err(during("could not pin memory"))?;
-        Ok(Self { arena, stream, kernels, source, dtype, seed, stages, next_stage: 0, num_filled: 0 })
+        Ok(Self { config, arena, stream, kernels, source, dtype, seed, stages, next_stage: 0, num_filled: 0 })
     }
 
     /// Takes all tensors.
-    pub(super) fn load(mut self, config: &ModelConfig, tied: bool) -> Result<Weights, Error> {
-        let (hidden, head_rows) = (config.hidden, config.vocab_rows.next_multiple_of(8));
+    pub(super) fn load(mut self, tied: bool) -> Result<Weights, Error> {
+        let config = self.config;
+        let head_rows = config.vocab_rows.next_multiple_of(8);
         let norm_offset = self.source.as_ref().map_or(0.0, |source| source.norm_offset());
         let format = match &mut self.source {
             Some(source) => source.take(None, Role::Embedding)?.format,
             None => Format::BF16,
         };
-        let embedding = self.table(Role::Embedding, config, head_rows)?;
-        let layers = (0..config.layers.len()).map(|layer| self.layer(config, layer)).collect::<Result<_, _>>()?;
-        let final_norm = self.norm(None, Role::FinalNorm, hidden)?;
-        let head = if tied { embedding } else { self.table(Role::Head, config, head_rows)? };
+        let embedding = self.table(Role::Embedding, head_rows)?;
+        let layers = (0..config.layers.len()).map(|layer| self.layer(layer)).collect::<Result<_, _>>()?;
+        let final_norm = self.norm(None, Role::FinalNorm)?;
+        let head = if tied { embedding } else { self.table(Role::Head, head_rows)? };
         self.stream.synchronize().map_err(during("could not copy weights to the GPU"))?;
         Ok(Weights {
             embedding,
@@ -137,30 +141,26 @@ impl<'a, 's> Loader<'a, 's> {
         })
     }
 
-    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<LayerWeights, Error> {
-        let (hidden, ffn, dim) = (config.hidden, config.ffn, config.head_dim);
-        let (q, kv) = (config.heads * dim, config.kv_heads * dim);
+    fn layer(&mut self, layer: usize) -> Result<LayerWeights, Error> {
         let at = Some(layer);
-        let qk_norms = match config.architecture.qk_norm() {
-            true => Some((self.norm(at, Role::QNorm, dim)?, self.norm(at, Role::KNorm, dim)?)),
-            false => None,
-        };
-        let post_norms = match config.architecture {
-            Architecture::Gemma3 => {
-                Some((self.norm(at, Role::PostAttentionNorm, hidden)?, self.norm(at, Role::PostFfnNorm, hidden)?))
-            }
-            Architecture::Llama | Architecture::Qwen3 => None,
-        };
         Ok(LayerWeights {
-            attention_norm: self.norm(at, Role::AttentionNorm, hidden)?,
-            qkv: self.matrices(at, &[(Role::Q, q), (Role::K, kv), (Role::V, kv)], hidden)?,
-            o: self.matrices(at, &[(Role::O, hidden)], q)?,
-            qk_norms,
-            post_norms,
-            ffn_norm: self.norm(at, Role::FfnNorm, hidden)?,
-            gate_up: self.matrices(at, &[(Role::Gate, ffn), (Role::Up, ffn)], hidden)?,
-            down: self.matrices(at, &[(Role::Down, hidden)], ffn)?,
+            attention_norm: self.norm(at, Role::AttentionNorm)?,
+            qkv: self.matrices(at, &[Role::Q, Role::K, Role::V])?,
+            o: self.matrices(at, &[Role::O])?,
+            qk_norms: self.norms(at, [Role::QNorm, Role::KNorm])?,
+            post_norms: self.norms(at, [Role::PostAttentionNorm, Role::PostFfnNorm])?,
+            ffn_norm: self.norm(at, Role::FfnNorm)?,
+            gate_up: self.matrices(at, &[Role::Gate, Role::Up])?,
+            down: self.matrices(at, &[Role::Down])?,
         })
+    }
+
+    /// Two norms that an architecture has both or neither of.
+    fn norms(&mut self, layer: Option<usize>, roles: [Role; 2]) -> Result<Option<(Half, Half)>, Error> {
+        if !roles[0].is_in(self.config.architecture) {
+            return Ok(None);
+        }
+        Ok(Some((self.norm(layer, roles[0])?, self.norm(layer, roles[1])?)))
     }
 
     fn take(&mut self, len: usize) -> Result<Half, Error> {
@@ -168,28 +168,30 @@ impl<'a, 's> Loader<'a, 's> {
     }
 
     /// Embedding or head, with rows of zeros up to `head_rows`.
-    fn table(&mut self, role: Role, config: &ModelConfig, head_rows: usize) -> Result<Half, Error> {
-        let table = self.take(head_rows * config.hidden)?;
-        let real = config.vocab_rows * config.hidden;
+    fn table(&mut self, role: Role, head_rows: usize) -> Result<Half, Error> {
+        let [rows, cols] = role.dims(self.config);
+        let table = self.take(head_rows * cols)?;
+        let real = rows * cols;
         let padding = table.slice(real, table.len() - real);
         self.stream.fill_bytes(padding, 0).map_err(during("could not fill weights"))?;
-        self.fill(table.slice(0, real), None, role, config.vocab_rows, config.hidden)?;
+        self.fill(table.slice(0, real), None, role)?;
         Ok(table)
     }
 
-    /// Matrices with `cols` columns, below each other.
-    fn matrices(&mut self, layer: Option<usize>, parts: &[(Role, usize)], cols: usize) -> Result<Half, Error> {
-        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
-        let whole = self.take(rows * cols)?;
+    /// Matrices of equal width, below each other.
+    fn matrices(&mut self, layer: Option<usize>, parts: &[Role]) -> Result<Half, Error> {
+        let lens: Vec<usize> = parts.iter().map(|role| role.dims(self.config).iter().product()).collect();
+        let whole = self.take(lens.iter().sum())?;
         let mut start = 0;
-        for &(role, rows) in parts {
-            self.fill(whole.slice(start * cols, rows * cols), layer, role, rows, cols)?;
-            start += rows;
+        for (&role, len) in parts.iter().zip(lens) {
+            self.fill(whole.slice(start, len), layer, role)?;
+            start += len;
         }
         Ok(whole)
     }
 
-    fn norm(&mut self, layer: Option<usize>, role: Role, size: usize) -> Result<Half, Error> {
+    fn norm(&mut self, layer: Option<usize>, role: Role) -> Result<Half, Error> {
+        let [_, size] = role.dims(self.config);
         let norm = self.take(size)?;
         match &mut self.source {
             Some(source) => {
@@ -218,7 +220,8 @@ impl<'a, 's> Loader<'a, 's> {
         Ok(norm)
     }
 
-    fn fill(&mut self, to: Half, layer: Option<usize>, role: Role, rows: usize, cols: usize) -> Result<(), Error> {
+    fn fill(&mut self, to: Half, layer: Option<usize>, role: Role) -> Result<(), Error> {
+        let [rows, cols] = role.dims(self.config);
         let Some(source) = &mut self.source else {
             self.num_filled += 1;
             let seed = self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (self.num_filled << 40);

@@ -57,19 +57,64 @@ pub(crate) enum Role {
     PostFfnNorm,
 }
 
+impl Role {
+    /// The tensors of a layer.
+    pub(crate) const LAYER: [Self; 13] = [
+        Self::AttentionNorm,
+        Self::Q,
+        Self::K,
+        Self::V,
+        Self::O,
+        Self::QNorm,
+        Self::KNorm,
+        Self::PostAttentionNorm,
+        Self::FfnNorm,
+        Self::Gate,
+        Self::Up,
+        Self::Down,
+        Self::PostFfnNorm,
+    ];
+
+    /// Whether models of this architecture have it.
+    pub(crate) fn is_in(self, architecture: Architecture) -> bool {
+        match self {
+            Self::QNorm | Self::KNorm => architecture.qk_norm(),
+            Self::PostAttentionNorm | Self::PostFfnNorm => architecture.post_norms(),
+            _ => true,
+        }
+    }
+
+    /// Rows and columns that the configuration asks for; a norm is one row.
+    pub(crate) fn dims(self, config: &ModelConfig) -> [usize; 2] {
+        let (hidden, ffn, dim) = (config.hidden, config.ffn, config.head_dim);
+        let (q, kv) = (config.heads * dim, config.kv_heads * dim);
+        match self {
+            Self::Embedding | Self::Head => [config.vocab_rows, hidden],
+            Self::FinalNorm | Self::AttentionNorm | Self::PostAttentionNorm | Self::FfnNorm | Self::PostFfnNorm => {
+                [1, hidden]
+            }
+            Self::QNorm | Self::KNorm => [1, dim],
+            Self::Q => [q, hidden],
+            Self::K | Self::V => [kv, hidden],
+            Self::O => [hidden, q],
+            Self::Gate | Self::Up => [ffn, hidden],
+            Self::Down => [hidden, ffn],
+        }
+    }
+}
+
 /// Takes all tensors. `tied`: the embedding is the head.
 pub(crate) fn assemble(config: &ModelConfig, source: &mut dyn Source, tied: bool) -> Result<Weights, Error> {
-    let (hidden, vocab) = (config.hidden, config.vocab_rows);
     let offset = source.norm_offset();
     let embedding = source.take(None, Role::Embedding)?;
     let embedding_scale = embedding_scale(config, embedding.format);
-    let mut take = Taker { source, offset };
+    let mut take = Taker { config, source, offset };
     Ok(Weights {
-        embedding: take.matrix(None, Role::Embedding, vocab, hidden)?,
+        embedding: take.matrix(None, Role::Embedding)?,
         embedding_scale,
-        layers: (0..config.layers.len()).map(|layer| take.layer(config, layer)).collect::<Result<_, _>>()?,
-        final_norm: take.norm(None, Role::FinalNorm, hidden)?,
-        head: if tied { None } else { Some(take.matrix(None, Role::Head, vocab, hidden)?) },
+        layers: (0..config.layers.len()).map(|layer| take.layer(layer)).collect::<Result<_, _>>()?,
+        final_norm: take.norm(None, Role::FinalNorm)?,
+        head: if tied { None } else { Some(take.matrix(None, Role::Head)?) },
     })
 }
 
@@ -80,42 +125,42 @@ pub(crate) fn embedding_scale(config: &ModelConfig, format: Format) -> f32 {
     if format == Format::BF16 { bf16::from_f32(scale).to_f32() } else { scale }
 }
 
+type TwoNorms = (Vec<f32>, Vec<f32>);
+
 struct Taker<'a> {
+    config: &'a ModelConfig,
     source: &'a mut dyn Source,
     offset: f32,
 }
 
 impl Taker<'_> {
-    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Result<LayerWeights, Error> {
-        let (hidden, ffn, dim) = (config.hidden, config.ffn, config.head_dim);
-        let (q, kv) = (config.heads * dim, config.kv_heads * dim);
+    fn layer(&mut self, layer: usize) -> Result<LayerWeights, Error> {
         let at = Some(layer);
-        let qk_norms = match config.architecture.qk_norm() {
-            true => Some((self.norm(at, Role::QNorm, dim)?, self.norm(at, Role::KNorm, dim)?)),
-            false => None,
-        };
-        let post_norms = match config.architecture {
-            Architecture::Gemma3 => {
-                Some((self.norm(at, Role::PostAttentionNorm, hidden)?, self.norm(at, Role::PostFfnNorm, hidden)?))
-            }
-            _ => None,
-        };
         Ok(LayerWeights {
-            attention_norm: self.norm(at, Role::AttentionNorm, hidden)?,
-            q: self.matrix(at, Role::Q, q, hidden)?,
-            k: self.matrix(at, Role::K, kv, hidden)?,
-            v: self.matrix(at, Role::V, kv, hidden)?,
-            o: self.matrix(at, Role::O, hidden, q)?,
-            qk_norms,
-            post_norms,
-            ffn_norm: self.norm(at, Role::FfnNorm, hidden)?,
-            gate: self.matrix(at, Role::Gate, ffn, hidden)?,
-            up: self.matrix(at, Role::Up, ffn, hidden)?,
-            down: self.matrix(at, Role::Down, hidden, ffn)?,
+            attention_norm: self.norm(at, Role::AttentionNorm)?,
+            q: self.matrix(at, Role::Q)?,
+            k: self.matrix(at, Role::K)?,
+            v: self.matrix(at, Role::V)?,
+            o: self.matrix(at, Role::O)?,
+            qk_norms: self.norms(at, [Role::QNorm, Role::KNorm])?,
+            post_norms: self.norms(at, [Role::PostAttentionNorm, Role::PostFfnNorm])?,
+            ffn_norm: self.norm(at, Role::FfnNorm)?,
+            gate: self.matrix(at, Role::Gate)?,
+            up: self.matrix(at, Role::Up)?,
+            down: self.matrix(at, Role::Down)?,
         })
     }
 
-    fn matrix(&mut self, layer: Option<usize>, role: Role, rows: usize, cols: usize) -> Result<Packed, Error> {
+    /// Two norms that an architecture has both or neither of.
+    fn norms(&mut self, layer: Option<usize>, roles: [Role; 2]) -> Result<Option<TwoNorms>, Error> {
+        if !roles[0].is_in(self.config.architecture) {
+            return Ok(None);
+        }
+        Ok(Some((self.norm(layer, roles[0])?, self.norm(layer, roles[1])?)))
+    }
+
+    fn matrix(&mut self, layer: Option<usize>, role: Role) -> Result<Packed, Error> {
+        let [rows, cols] = role.dims(self.config);
         let tensor = self.source.take(layer, role)?;
         if tensor.shape == [rows, cols] {
             return Ok(pack(&tensor, rows, cols));
@@ -124,7 +169,8 @@ impl Taker<'_> {
         Err(self.source.wrong(&name, format!("has the shape {shape:?}; the configuration asks for [{rows}, {cols}]")))
     }
 
-    fn norm(&mut self, layer: Option<usize>, role: Role, size: usize) -> Result<Vec<f32>, Error> {
+    fn norm(&mut self, layer: Option<usize>, role: Role) -> Result<Vec<f32>, Error> {
+        let [_, size] = role.dims(self.config);
         let offset = self.offset;
         let tensor = self.source.take(layer, role)?;
         let name = tensor.name.clone();

@@ -5,43 +5,46 @@ use half::bf16;
 use crate::cpu::packed::Packed;
 use crate::cpu::{CacheType, LayerWeights, Weights};
 use crate::load::Model;
-use crate::model::config::{Architecture, ModelConfig};
+use crate::load::assemble::{Format, Role, embedding_scale};
+use crate::model::config::ModelConfig;
 
 /// Weights in bf16, uniform around 0; norms are 1.
 pub(super) fn model(config: ModelConfig, seed: u64) -> Model {
-    let (hidden, ffn, dim) = (config.hidden, config.ffn, config.head_dim);
-    let (q, kv) = (config.heads * dim, config.kv_heads * dim);
     let mut next = 0u64;
-    let mut matrix = |rows: usize, cols: usize| {
+    let mut matrix = |role: Role| {
         next += 1;
         let stream = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (next << 40);
+        let [rows, cols] = role.dims(&config);
         let spread = (3.0 / cols as f32).sqrt();
         Packed::from_bf16(rows, cols, |row, col| {
             bf16::from_f32(spread * unit(stream ^ (row * cols + col) as u64)).to_bits()
         })
     };
-    let gemma = config.architecture == Architecture::Gemma3;
-    let embedding = matrix(config.vocab_rows, hidden);
-    let head = (config.tied == Some(false)).then(|| matrix(config.vocab_rows, hidden));
+    let norm = |role: Role| vec![1.0; role.dims(&config)[1]];
+    let norms = |a: Role, b: Role| a.is_in(config.architecture).then(|| (norm(a), norm(b)));
+    let embedding = matrix(Role::Embedding);
+    let head = (config.tied == Some(false)).then(|| matrix(Role::Head));
     let layers = config
         .layers
         .iter()
         .map(|_| LayerWeights {
-            attention_norm: vec![1.0; hidden],
-            q: matrix(q, hidden),
-            k: matrix(kv, hidden),
-            v: matrix(kv, hidden),
-            o: matrix(hidden, q),
-            qk_norms: config.architecture.qk_norm().then(|| (vec![1.0; dim], vec![1.0; dim])),
-            post_norms: gemma.then(|| (vec![1.0; hidden], vec![1.0; hidden])),
-            ffn_norm: vec![1.0; hidden],
-            gate: matrix(ffn, hidden),
-            up: matrix(ffn, hidden),
-            down: matrix(hidden, ffn),
+            attention_norm: norm(Role::AttentionNorm),
+            q: matrix(Role::Q),
+            k: matrix(Role::K),
+            v: matrix(Role::V),
+            o: matrix(Role::O),
+            qk_norms: norms(Role::QNorm, Role::KNorm),
+            post_norms: norms(Role::PostAttentionNorm, Role::PostFfnNorm),
+            ffn_norm: norm(Role::FfnNorm),
+            gate: matrix(Role::Gate),
+            up: matrix(Role::Up),
+            down: matrix(Role::Down),
         })
         .collect();
-    let embedding_scale = if gemma { (hidden as f32).sqrt() } else { 1.0 };
-    let weights = Weights { embedding, embedding_scale, layers, final_norm: vec![1.0; hidden], head };
+    let final_norm = norm(Role::FinalNorm);
+    // In full precision: what these weights say means nothing.
+    let embedding_scale = embedding_scale(&config, Format::F32);
+    let weights = Weights { embedding, embedding_scale, layers, final_norm, head };
     Model { config, weights, cache_type: CacheType::F16 }
 }
 

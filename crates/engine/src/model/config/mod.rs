@@ -88,6 +88,11 @@ impl Architecture {
     pub fn qk_norm(self) -> bool {
         self != Self::Llama
     }
+
+    /// Whether the outputs of attention and feed-forward are normed before they join the residual.
+    pub fn post_norms(self) -> bool {
+        self == Self::Gemma3
+    }
 }
 
 impl ModelConfig {

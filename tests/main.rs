@@ -6,6 +6,7 @@ mod boundaries;
 mod breakdown;
 mod clients;
 mod crash_points;
+mod device;
 mod full_disk;
 mod harness;
 mod kill;

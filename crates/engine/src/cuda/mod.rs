@@ -204,6 +204,17 @@ impl Forward for CudaModel {
         vocab_size: u32,
         sampler: &mut Sampler,
     ) -> Result<Option<StepResults>, Error> {
+        // Where tests make a kernel read far beyond its table.
+        fail::fail_point!("cuda::fault", |_| {
+            let (b, w, stream, hidden) = (&self.buffers, &self.weights, &self.stream, self.config.hidden as u32);
+            let wild = b.block_tables;
+            let gather = &self.kernels.embedding;
+            let fault = stream
+                .fill_bytes(wild, 0x7f)
+                .and_then(|()| gather.gather(stream, b.residual, w.embedding, wild, 1, hidden, 1.0))
+                .and_then(|()| stream.synchronize());
+            fault.map(|()| None).map_err(during("could not compute a step"))
+        });
         // More rows than one chunk of logits are chosen for piece by piece, which waits.
         if specs.len() != step.logits_tokens.len() || !self.is_one_chunk(specs) {
             return self.run(step, specs, vocab_size, sampler).map(Some);

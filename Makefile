@@ -4,6 +4,7 @@
 #   make check   the gates on what is installed, minutes
 #   make bench   figures of the durable path and of the engine
 #   make chaos   crash and fault tests at scale, with seeds that can be replayed
+#   make gpu     what only a GPU can show: tests, sanitizers, golden gate, kernel figures
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,7 +16,7 @@ FEATURES := overnight-cli/failpoints
 VENV := target/venv
 export CARGO_TERM_COLOR ?= never
 
-.PHONY: help demo test check bench chaos setup gates clean-demo
+.PHONY: help demo test check bench chaos gpu setup gates clean-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -69,6 +70,10 @@ bench:
 chaos:
 	@cargo build --quiet --workspace --all-targets --features $(FEATURES)
 	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" cargo nextest run --features $(FEATURES) --workspace --profile chaos -E 'binary(system) & test(kill)'
+
+gpu:
+	@tests/gpu_binaries.sh target/gpu
+	tests/gpu.sh target/gpu
 
 clean-demo:
 	@rm -rf target/demo

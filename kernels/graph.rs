@@ -70,3 +70,55 @@ impl Drop for Recorded {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::Dtype;
+    use crate::fill::Fill;
+    use crate::testing::bed;
+
+    /// Field report 65.
+    #[test]
+    fn a_recording_that_fails_leaves_the_stream_usable() {
+        let Some(bed) = bed("a_recording_that_fails_leaves_the_stream_usable", Dtype::F16) else { return };
+        let fill = Fill::load(&bed.modules).expect("loaded");
+        let out = bed.upload(&[0u16; 64]);
+        let launch = || fill.fill_normal(&bed.stream, out.slice(), 64, 1, 1.0);
+        let failed = Graph::record(&bed.stream, || {
+            launch()?;
+            Err(Error::shape("fill_normal", "a fault in the middle"))
+        });
+        assert!(matches!(failed, Err(Error::Shape { .. })), "{failed:?}");
+        let zeros = bed.stream.download_now(out.slice()).expect("the stream works");
+        assert!(zeros.iter().all(|&bits| bits == 0), "what was recorded has not run");
+        let graph = Graph::record(&bed.stream, launch).expect("recorded");
+        graph.launch(&bed.stream).expect("launched");
+        let numbers = bed.stream.download_now(out.slice()).expect("downloaded");
+        assert!(numbers.iter().any(|&bits| bits != 0), "the replay has run");
+    }
+
+    /// Field report 65.
+    #[test]
+    fn device_memory_stream_and_graph_may_go_in_any_order() {
+        let orders = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]];
+        for order in orders {
+            let name = "device_memory_stream_and_graph_may_go_in_any_order";
+            let Some(bed) = bed(name, Dtype::F16) else { return };
+            let fill = Fill::load(&bed.modules).expect("loaded");
+            let out = bed.upload(&[0u16; 64]);
+            let stream = bed.stream.clone();
+            let graph =
+                Graph::record(&stream, || fill.fill_normal(&stream, out.slice(), 64, 1, 1.0)).expect("recorded");
+            graph.launch(&stream).expect("launched");
+            drop(stream);
+            let mut parts: [Option<Box<dyn std::any::Any>>; 4] =
+                [Some(Box::new(bed)), Some(Box::new(fill)), Some(Box::new(out)), Some(Box::new(graph))];
+            for index in order {
+                drop(parts[index].take());
+            }
+        }
+        let device = Device::open(0).expect("it was there before");
+        assert!(device.memory_bytes().is_ok(), "a new context works");
+    }
+}

@@ -3,6 +3,7 @@
 //! [`bed`] gives `None` on a machine without a GPU and says so on stderr; with `gpu` in
 //! `OVERNIGHT_TEST_REQUIRE` that is a failure.
 
+use crate::cache::Cache;
 use crate::compile::Dtype;
 use crate::library::SearchPaths;
 use crate::memory::{Buffer, DeviceSlice, Element};
@@ -47,7 +48,8 @@ pub(crate) fn bed(test: &str, dtype: Dtype) -> Option<Bed> {
     let made = (|| {
         let device = Device::open(0)?;
         let stream = Stream::new(&device)?;
-        let options = BuildOptions { paths: search_paths(), ..BuildOptions::default() };
+        let cache = Cache(setting("OVERNIGHT_TEST_KERNEL_CACHE").map(Into::into));
+        let options = BuildOptions { paths: search_paths(), cache, ..BuildOptions::default() };
         let modules = Modules::build(&device, dtype, &options)?;
         Ok::<_, Error>(Bed { device, stream, modules, dtype })
     })();

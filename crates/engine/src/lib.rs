@@ -21,6 +21,8 @@ pub mod handle;
 pub mod load;
 pub mod metrics;
 pub mod model;
+#[cfg(test)]
+mod model_bed;
 pub mod output;
 pub mod request;
 mod running;
@@ -29,6 +31,8 @@ pub mod scheduler;
 pub mod sequence;
 pub mod step;
 pub mod text;
+#[cfg(test)]
+mod tiny_gguf;
 #[cfg(test)]
 #[path = "../../testing/src/tiny_model.rs"]
 #[expect(unreachable_pub, reason = "shared with `testing`, which depends on this crate")]

@@ -122,6 +122,19 @@ impl TinyModel {
         fs::write(folder.join("model.safetensors"), safetensors_bytes(&self.tensors()))
     }
 
+    /// The same with the weights in `a.safetensors` and `b.safetensors`, and their index.
+    pub fn write_sharded(&self, folder: &Path) -> io::Result<()> {
+        self.write(folder)?;
+        let (mut first, mut map) = (self.tensors(), serde_json::Map::new());
+        let second = first.split_off("model.layers.1");
+        for (tensors, file) in [(first, "a.safetensors"), (second, "b.safetensors")] {
+            map.extend(tensors.keys().map(|name| (name.clone(), json!(file))));
+            fs::write(folder.join(file), safetensors_bytes(&tensors))?;
+        }
+        fs::write(folder.join("model.safetensors.index.json"), json!({"weight_map": map}).to_string())?;
+        fs::remove_file(folder.join("model.safetensors"))
+    }
+
     /// The content of config.json.
     pub fn config(&self) -> Value {
         let mut config = json!({

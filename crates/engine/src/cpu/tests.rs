@@ -9,6 +9,8 @@ use crate::cpu::CpuModel;
 use crate::cpu::simd::Isa;
 use crate::load::{LoadFormat, ModelSource, load_cpu};
 use crate::model::{Forward, StepInput};
+use crate::model_bed::{ModelBed, distance, ids};
+use crate::tiny_gguf::{Stored, gguf_bytes};
 use crate::tiny_model::{TinyArch, TinyModel, VOCAB_ROWS, golden_cases};
 
 fn load_tiny(tiny: &TinyModel, threads: u32) -> CpuModel {
@@ -22,88 +24,11 @@ fn load_folder(folder: &Path, load_format: LoadFormat, threads: u32) -> CpuModel
     load_cpu(&ModelSource { path: folder.to_owned(), load_format }, &config).expect("load the checkpoint")
 }
 
-/// A sequence and the cache blocks it owns.
-struct Sequence {
-    ids: Vec<u32>,
-    done: usize,
-    table: Vec<u32>,
-}
-
-/// A model with a poisoned cache whose blocks are handed out in scattered order.
-struct Bench {
-    model: CpuModel,
-    block_size: u32,
-    free: Vec<u32>,
-}
-
-impl Bench {
-    fn new(mut model: CpuModel, block_size: u32) -> Self {
-        let num_blocks = 1024 / block_size * 4;
-        model.allocate_kv_cache(num_blocks, block_size).expect("cache");
-        model.cache.as_mut().expect("just allocated").poison();
-        // 7 is coprime to every power of two, so each block comes once.
-        let free = (0..num_blocks).map(|index| index * 7 % num_blocks).collect();
-        Self { model, block_size, free }
-    }
-
-    fn sequence(&mut self, ids: &[u32]) -> Sequence {
-        let blocks = 256 / self.block_size;
-        let table = (0..blocks).map(|_| self.free.pop().expect("enough blocks")).collect();
-        Sequence { ids: ids.to_vec(), done: 0, table }
-    }
-
-    /// One step of the next `count` tokens of each sequence; logits of all of them, by sequence.
-    fn step(&mut self, rows: &mut [(&mut Sequence, usize)]) -> Vec<Vec<Vec<f32>>> {
-        let (mut token_ids, mut positions, mut slots, mut starts) = (vec![], vec![], vec![], vec![0]);
-        let (mut contexts, mut tables, mut table_starts) = (vec![], vec![], vec![0]);
-        for (sequence, count) in rows.iter_mut() {
-            for _ in 0..*count {
-                let position = sequence.done as u32;
-                token_ids.push(sequence.ids[sequence.done]);
-                positions.push(position);
-                let block = sequence.table[(position / self.block_size) as usize];
-                slots.push(block * self.block_size + position % self.block_size);
-                sequence.done += 1;
-            }
-            starts.push(token_ids.len() as u32);
-            contexts.push(sequence.done as u32);
-            tables.extend(&sequence.table[..sequence.done.div_ceil(self.block_size as usize)]);
-            table_starts.push(tables.len() as u32);
-        }
-        let wanted: Vec<u32> = (0..token_ids.len() as u32).collect();
-        let vocab = self.model.shape().vocab_size as usize;
-        let logits = self
-            .model
-            .forward(StepInput {
-                token_ids: &token_ids,
-                positions: &positions,
-                slot_mapping: &slots,
-                cu_seqlens: &starts,
-                context_lens: &contexts,
-                block_tables: &tables,
-                block_table_starts: &table_starts,
-                logits_tokens: &wanted,
-                feedback: &[],
-            })
-            .expect("a step in order");
-        let mut rest = logits.chunks_exact(vocab).map(<[f32]>::to_vec);
-        rows.iter().map(|(_, count)| rest.by_ref().take(*count).collect()).collect()
-    }
-
-    /// Logits of every position, in chunks of `chunk` tokens.
-    fn all_logits(&mut self, ids: &[u32], chunk: usize) -> Vec<Vec<f32>> {
-        let mut sequence = self.sequence(ids);
-        let mut logits = Vec::new();
-        while sequence.done < ids.len() {
-            let count = chunk.min(ids.len() - sequence.done);
-            logits.extend(self.step(&mut [(&mut sequence, count)]).remove(0));
-        }
-        logits
-    }
-}
-
-fn ids(len: usize, salt: u32) -> Vec<u32> {
-    (0..len as u32).map(|i| (i * 37 + salt * 101 + i * i) % 256).collect()
+/// A bed whose cache holds what must not be read.
+fn bed_on(model: CpuModel, block_size: u32) -> ModelBed<CpuModel> {
+    let mut bed = ModelBed::new(model, 1024 / block_size * 4, block_size);
+    bed.model.cache.as_mut().expect("just allocated").poison();
+    bed
 }
 
 fn argmax(logits: &[f32]) -> u32 {
@@ -134,11 +59,11 @@ fn golden(name: &str) -> Value {
 }
 
 /// Compares every position's likeliest tokens and the greedy continuation; gives the regrets.
-fn compare(bench: &mut Bench, golden: &Value, tolerance: f64, name: &str) -> Vec<f64> {
+fn compare(bed: &mut ModelBed<CpuModel>, golden: &Value, tolerance: f64, name: &str) -> Vec<f64> {
     let mut regrets = Vec::new();
     for case in golden["cases"].as_array().expect("cases") {
         let prompt = token_ids(&case["prompt"]);
-        let logits = bench.all_logits(&prompt, prompt.len());
+        let logits = bed.all_logits(&prompt, prompt.len());
         for (position, logits) in logits.iter().enumerate() {
             let ours = logprobs(logits);
             let top = token_ids(&case["top_ids"][position]);
@@ -151,14 +76,14 @@ fn compare(bench: &mut Bench, golden: &Value, tolerance: f64, name: &str) -> Vec
             regrets.push(theirs[0] - theirs[rank]);
         }
         let want = token_ids(&case["greedy"]);
-        let mut sequence = bench.sequence(&prompt);
+        let mut sequence = bed.sequence(&prompt);
         let count = prompt.len();
-        let mut last = bench.step(&mut [(&mut sequence, count)]).remove(0).pop().expect("a row");
+        let mut last = bed.step(&mut [(&mut sequence, count)]).remove(0).pop().expect("a row");
         let mut got = Vec::new();
         while got.len() < want.len() {
             got.push(argmax(&last));
             sequence.ids.push(argmax(&last));
-            last = bench.step(&mut [(&mut sequence, 1)]).remove(0).remove(0);
+            last = bed.step(&mut [(&mut sequence, 1)]).remove(0).remove(0);
         }
         assert_eq!(got, want, "{name}, prompt of {count}");
     }
@@ -176,8 +101,8 @@ fn assert_regret(mut regrets: Vec<f64>) {
 fn tiny_checkpoints_answer_as_the_reference_does() {
     let mut regrets = Vec::new();
     for (name, tiny) in golden_cases() {
-        let mut bench = Bench::new(load_tiny(&tiny, 1), 16);
-        regrets.extend(compare(&mut bench, &golden(&format!("tiny/{name}.json")), 2e-3, name));
+        let mut bed = bed_on(load_tiny(&tiny, 1), 16);
+        regrets.extend(compare(&mut bed, &golden(&format!("tiny/{name}.json")), 2e-3, name));
     }
     assert_regret(regrets);
 }
@@ -194,18 +119,36 @@ fn quantized_gemma_answers_as_the_reference_does() {
         eprintln!("skipped: this test needs {detail}");
         return;
     };
-    let mut bench = Bench::new(load_folder(&path, LoadFormat::Auto, 2), 16);
-    assert_regret(compare(&mut bench, &golden("gemma-3-270m-q4_k_m.json"), 0.1, "gemma-3-270m"));
+    let mut bed = bed_on(load_folder(&path, LoadFormat::Auto, 2), 16);
+    assert_regret(compare(&mut bed, &golden("gemma-3-270m-q4_k_m.json"), 0.1, "gemma-3-270m"));
+}
+
+#[test]
+fn gguf_of_the_same_weights_answers_as_the_folder() {
+    let tiny = TinyModel { rounded: true, ..TinyModel::new(TinyArch::Qwen3) };
+    let prompt = ids(60, 4);
+    let want = bed_on(load_tiny(&tiny, 1), 16).all_logits(&prompt, 60);
+    let folder = tempfile::tempdir().expect("temporary folder");
+    for stored in Stored::ALL {
+        let path = folder.path().join("tiny.gguf");
+        std::fs::write(&path, gguf_bytes(&tiny, stored)).expect("write");
+        let got = bed_on(load_folder(&path, LoadFormat::Auto, 1), 16).all_logits(&prompt, 60);
+        let far = distance(&got, &want);
+        // The same weights in every form but the last; K and V are kept in f16 here.
+        let most = if stored == Stored::Q8_0 { 0.05 } else { 0.005 };
+        assert!(far <= most, "{stored:?}: {far}");
+        assert!(stored != Stored::Q8_0 || far > 0.0005, "weights of eight bits are not those of sixteen");
+    }
 }
 
 #[test]
 fn chunked_prompt_gives_the_bits_of_the_whole() {
     for arch in [TinyArch::Gemma3, TinyArch::Qwen3, TinyArch::Llama] {
-        let mut bench = Bench::new(load_tiny(&TinyModel::new(arch), 2), 16);
+        let mut bed = bed_on(load_tiny(&TinyModel::new(arch), 2), 16);
         let prompt = ids(50, 1);
-        let whole = bench.all_logits(&prompt, 50);
+        let whole = bed.all_logits(&prompt, 50);
         for chunk in [1, 7, 16, 17] {
-            assert_eq!(bench.all_logits(&prompt, chunk), whole, "{arch:?} in chunks of {chunk}");
+            assert_eq!(bed.all_logits(&prompt, chunk), whole, "{arch:?} in chunks of {chunk}");
         }
     }
 }
@@ -215,11 +158,11 @@ fn row_among_many_gives_the_bits_of_the_row_alone() {
     let tiny = TinyModel::new(TinyArch::Gemma3);
     let prompts: Vec<_> = [(1, 2), (20, 3), (33, 4), (5, 5), (17, 6)].map(|(len, salt)| ids(len + 1, salt)).to_vec();
     let alone: Vec<_> = {
-        let mut bench = Bench::new(load_tiny(&tiny, 1), 16);
-        prompts.iter().map(|prompt| bench.all_logits(prompt, 64)).collect()
+        let mut bed = bed_on(load_tiny(&tiny, 1), 16);
+        prompts.iter().map(|prompt| bed.all_logits(prompt, 64)).collect()
     };
-    let mut bench = Bench::new(load_tiny(&tiny, 2), 8);
-    let mut sequences: Vec<_> = prompts.iter().map(|prompt| bench.sequence(prompt)).collect();
+    let mut bed = bed_on(load_tiny(&tiny, 2), 8);
+    let mut sequences: Vec<_> = prompts.iter().map(|prompt| bed.sequence(prompt)).collect();
     // All but the last token of each, in one ragged step; then the last ones as decode rows.
     let mut rows: Vec<_> = sequences
         .iter_mut()
@@ -228,9 +171,9 @@ fn row_among_many_gives_the_bits_of_the_row_alone() {
             (s, count)
         })
         .collect();
-    let first = bench.step(&mut rows);
+    let first = bed.step(&mut rows);
     let mut rows: Vec<_> = sequences.iter_mut().map(|s| (s, 1)).collect();
-    let second = bench.step(&mut rows);
+    let second = bed.step(&mut rows);
     for (index, alone) in alone.iter().enumerate() {
         let together: Vec<_> = first[index].iter().chain(&second[index]).cloned().collect();
         assert_eq!(&together, alone, "row {index}");
@@ -241,17 +184,17 @@ fn row_among_many_gives_the_bits_of_the_row_alone() {
 fn block_size_threads_and_instruction_set_do_not_show() {
     let tiny = TinyModel::new(TinyArch::Gemma3);
     let prompt = ids(40, 9);
-    let want = Bench::new(load_tiny(&tiny, 1), 64).all_logits(&prompt, 40);
+    let want = bed_on(load_tiny(&tiny, 1), 64).all_logits(&prompt, 40);
     for block_size in [8, 16, 32] {
-        assert_eq!(Bench::new(load_tiny(&tiny, 1), block_size).all_logits(&prompt, 40), want, "blocks of {block_size}");
+        assert_eq!(bed_on(load_tiny(&tiny, 1), block_size).all_logits(&prompt, 40), want, "blocks of {block_size}");
     }
     for threads in [2, 3, 5] {
-        assert_eq!(Bench::new(load_tiny(&tiny, threads), 64).all_logits(&prompt, 40), want, "{threads} threads");
+        assert_eq!(bed_on(load_tiny(&tiny, threads), 64).all_logits(&prompt, 40), want, "{threads} threads");
     }
     for isa in Isa::available() {
         let mut model = load_tiny(&tiny, 2);
         model.use_isa(isa);
-        assert_eq!(Bench::new(model, 64).all_logits(&prompt, 40), want, "{isa:?}");
+        assert_eq!(bed_on(model, 64).all_logits(&prompt, 40), want, "{isa:?}");
     }
 }
 
@@ -271,18 +214,18 @@ fn one_layer(window: u32) -> CpuModel {
 #[test]
 fn token_sees_exactly_its_window() {
     let window = 12;
-    let mut bench = Bench::new(one_layer(window), 16);
+    let mut bed = bed_on(one_layer(window), 16);
     let prompt = ids(30, 3);
-    let last = |bench: &mut Bench, ids: &[u32]| bench.all_logits(ids, 9).pop().expect("a row");
-    let want = last(&mut bench, &prompt);
+    let last = |bed: &mut ModelBed<CpuModel>, ids: &[u32]| bed.all_logits(ids, 9).pop().expect("a row");
+    let want = last(&mut bed, &prompt);
     let changed = |at: usize| {
         let mut prompt = prompt.clone();
         prompt[at] ^= 1;
         prompt
     };
     let edge = prompt.len() - window as usize;
-    assert_eq!(last(&mut bench, &changed(edge - 1)), want, "one token before the window is not seen");
-    assert_ne!(last(&mut bench, &changed(edge)), want, "the first token of the window is seen");
+    assert_eq!(last(&mut bed, &changed(edge - 1)), want, "one token before the window is not seen");
+    assert_ne!(last(&mut bed, &changed(edge)), want, "the first token of the window is seen");
 }
 
 // Field report 53.
@@ -295,18 +238,18 @@ fn first_layer_that_is_not_finite_is_named() {
     tensors.get_mut("model.layers.2.mlp.up_proj.weight").expect("tensor").1[5] = f32::NAN;
     std::fs::write(folder.path().join("model.safetensors"), crate::tiny_model::safetensors_bytes(&tensors))
         .expect("write");
-    let mut bench = Bench::new(load_folder(folder.path(), LoadFormat::Auto, 1), 16);
-    let logits = bench.all_logits(&ids(3, 1), 3);
+    let mut bed = bed_on(load_folder(folder.path(), LoadFormat::Auto, 1), 16);
+    let logits = bed.all_logits(&ids(3, 1), 3);
     assert!(logits.iter().flatten().any(|x| x.is_nan()), "NaN must not be hidden");
-    assert_eq!(bench.model.first_bad_layer(), Some(2));
-    let mut healthy = Bench::new(load_tiny(&tiny, 1), 16);
+    assert_eq!(bed.model.first_bad_layer(), Some(2));
+    let mut healthy = bed_on(load_tiny(&tiny, 1), 16);
     healthy.all_logits(&ids(3, 1), 3);
     assert_eq!(healthy.model.first_bad_layer(), None);
 }
 
 #[test]
 fn malformed_step_is_refused() {
-    let mut bench = Bench::new(load_tiny(&TinyModel::new(TinyArch::Llama), 1), 16);
+    let mut bed = bed_on(load_tiny(&TinyModel::new(TinyArch::Llama), 1), 16);
     let good = StepInput {
         token_ids: &[1, 2],
         positions: &[0, 1],
@@ -318,7 +261,7 @@ fn malformed_step_is_refused() {
         logits_tokens: &[1],
         feedback: &[],
     };
-    assert_eq!(bench.model.forward(good).expect("in order").len(), VOCAB_ROWS);
+    assert_eq!(bed.model.forward(good).expect("in order").len(), VOCAB_ROWS);
     let bad = [
         ("token", StepInput { token_ids: &[1, VOCAB_ROWS as u32], ..good }),
         ("position", StepInput { positions: &[0, 2], ..good }),
@@ -331,6 +274,6 @@ fn malformed_step_is_refused() {
         ("rising", StepInput { logits_tokens: &[1, 1], ..good }),
     ];
     for (what, step) in bad {
-        assert!(bench.model.forward(step).is_err(), "{what}");
+        assert!(bed.model.forward(step).is_err(), "{what}");
     }
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use overnight_kernels::gemm::store::{FORMAT, Identity};
 use overnight_kernels::gemm::{self, Gemm, Shape};
-use overnight_kernels::{Arena, Device, DeviceSlice, Dtype, Error as DeviceError, Modules, Stream};
+use overnight_kernels::{Arch, Arena, Device, DeviceSlice, Dtype, Error as DeviceError, Modules, Stream};
 
 use crate::Error;
 use crate::config::{DtypeSetting, EngineConfig};
@@ -285,10 +285,20 @@ fn refuse_unbuilt(model: &ModelConfig, config: &EngineConfig) -> Result<(), Erro
 }
 
 fn dtype(device: &Device, config: &EngineConfig) -> Dtype {
-    match config.dtype {
+    let dtype = choose_dtype(config.dtype, device.arch());
+    if config.dtype == DtypeSetting::Auto && dtype == Dtype::F16 {
+        let name = &device.properties().name;
+        tracing::warn!("{name} does not compute with bfloat16: weights and KV cache are float16");
+    }
+    dtype
+}
+
+/// bfloat16 that was asked for stays; a card without it refuses it when kernels are built.
+fn choose_dtype(setting: DtypeSetting, arch: Arch) -> Dtype {
+    match setting {
         DtypeSetting::Bfloat16 => Dtype::Bf16,
         DtypeSetting::Float16 => Dtype::F16,
-        DtypeSetting::Auto if device.arch().has_bf16() => Dtype::Bf16,
+        DtypeSetting::Auto if arch.has_bf16() => Dtype::Bf16,
         DtypeSetting::Auto => Dtype::F16,
     }
 }
@@ -345,4 +355,19 @@ fn explain_compile(source: DeviceError) -> Error {
         tracing::error!("the compiler says:\n{log}");
     }
     during("could not build the kernels")(source)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Field report 58.
+    #[test]
+    fn cards_without_bfloat16_take_float16_unless_told_otherwise() {
+        let (old, new) = (Arch::of((7, 5)), Arch::of((9, 0)));
+        assert_eq!(choose_dtype(DtypeSetting::Auto, old), Dtype::F16);
+        assert_eq!(choose_dtype(DtypeSetting::Auto, new), Dtype::Bf16);
+        assert_eq!(choose_dtype(DtypeSetting::Float16, new), Dtype::F16);
+        assert_eq!(choose_dtype(DtypeSetting::Bfloat16, old), Dtype::Bf16, "refused by name later, not changed");
+    }
 }

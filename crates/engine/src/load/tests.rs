@@ -77,23 +77,17 @@ fn names_without_the_prefix_are_loaded() {
     }
 }
 
-fn sharded(folder: &Path) {
-    let (mut first, mut map) = (llama().tensors(), serde_json::Map::new());
-    let second = first.split_off("model.layers.1");
-    for (name, file) in first.keys().map(|n| (n, "a.safetensors")).chain(second.keys().map(|n| (n, "b.safetensors"))) {
-        map.insert(name.clone(), json!(file));
-    }
-    write(folder, "a.safetensors", &safetensors_bytes(&first));
-    write(folder, "b.safetensors", &safetensors_bytes(&second));
-    write(folder, "model.safetensors.index.json", json!({"weight_map": map}).to_string().as_bytes());
-    std::fs::remove_file(folder.join("model.safetensors")).expect("remove");
+/// A folder whose weights lie in `a.safetensors` and `b.safetensors`.
+fn sharded() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    llama().write_sharded(folder.path()).expect("write");
+    folder
 }
 
 // Field report 62.
 #[test]
 fn shards_load_by_the_index_and_a_missing_one_is_named() {
-    let folder = folder(&llama(), |_, _| {});
-    sharded(folder.path());
+    let folder = sharded();
     attempt(folder.path()).expect("whole");
     std::fs::remove_file(folder.path().join("b.safetensors")).expect("remove");
     refused(folder.path(), &["b.safetensors", "missing"]);
@@ -102,8 +96,7 @@ fn shards_load_by_the_index_and_a_missing_one_is_named() {
 // Field report 62.
 #[test]
 fn tensor_in_two_shards_names_both_files() {
-    let folder = folder(&llama(), |_, _| {});
-    sharded(folder.path());
+    let folder = sharded();
     write(folder.path(), "b.safetensors", &safetensors_bytes(&llama().tensors()));
     refused(folder.path(), &["a.safetensors", "b.safetensors", "also in"]);
 }

@@ -148,3 +148,17 @@ fn a_cancelled_sequence_counts_what_was_told() {
     run(&mut engine, &mut results);
     assert!(results.0.is_empty(), "nothing comes after the end");
 }
+
+/// Field report 26: blocks come back a step late, in a pool that holds one sequence and a bit.
+#[test]
+fn late_frees_in_a_pool_too_small_for_two_end_everything() {
+    let bed = Bed { num_blocks: 9, expected_output_min: 1, ..ahead() };
+    // 50 tokens are 7 blocks; two prompts of 3 blocks come in together.
+    let requests: Vec<Request> = (0..12).map(|salt| request(prompt(salt, 20), 30)).collect();
+    let mut engine = bed.engine();
+    let results = run_all(&mut engine, &requests);
+    assert!(engine.scheduler().num_preemptions() > 0, "the pool was too small");
+    for request in &requests {
+        assert_eq!(results.of(request).tokens, alone(request).tokens);
+    }
+}

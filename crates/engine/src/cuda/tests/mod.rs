@@ -1,17 +1,23 @@
 //! The CUDA back end against the CPU's, which is held to the reference's goldens. Each test runs
 //! where a GPU is and says so where none is.
 
-use std::collections::HashMap;
+mod engine;
+mod files;
+
+use std::path::Path;
 
 use crate::config::{DtypeSetting, EngineConfig};
+use crate::cpu::CpuModel;
 use crate::cuda::{BuildOptions, CudaModel, DeviceOptions, SearchPaths};
-use crate::door::Limits;
 use crate::load::{LoadFormat, ModelSource, load_cpu, load_cuda};
-use crate::model::{Forward, ModelShape, SampleSpec, StepInput, StepResults};
-use crate::request::{Class, Request, RequestId, SamplingParams, StopRules};
+use crate::model::{Forward, SampleSpec};
+use crate::model_bed::{ModelBed, distance, ids};
+use crate::request::SamplingParams;
 use crate::sampler::{SampleRow, Sampler, Task};
 use crate::tiny_model::{TinyArch, TinyModel, VOCAB_ROWS, golden_cases};
-use crate::{Engine, Error};
+
+const BLOCK: u32 = 16;
+const NUM_BLOCKS: u32 = 1024;
 
 #[expect(clippy::disallowed_methods, reason = "tests read their own variables here")]
 fn setting(name: &str) -> Option<String> {
@@ -62,133 +68,28 @@ fn config(dtype: DtypeSetting) -> EngineConfig {
 fn model_on_gpu(tiny: &TinyModel, config: &EngineConfig) -> CudaModel {
     let folder = tempfile::tempdir().expect("temporary folder");
     tiny.write(folder.path()).expect("write the checkpoint");
-    let source = ModelSource { path: folder.path().to_owned(), load_format: LoadFormat::Auto };
+    file_model_on_gpu(folder.path(), config)
+}
+
+fn file_model_on_gpu(path: &Path, config: &EngineConfig) -> CudaModel {
+    let source = ModelSource { path: path.to_owned(), load_format: LoadFormat::Auto };
     let device = crate::cuda::open(&options()).expect("seen before");
     load_cuda(&source, config, &options(), device, u32::MAX).unwrap_or_else(|error| panic!("{error:?}"))
 }
 
-fn on_gpu(tiny: &TinyModel, config: &EngineConfig) -> Bench<CudaModel> {
-    Bench::new(model_on_gpu(tiny, config))
+fn file_on_cpu(path: &Path, config: &EngineConfig) -> ModelBed<CpuModel> {
+    let source = ModelSource { path: path.to_owned(), load_format: LoadFormat::Auto };
+    ModelBed::new(load_cpu(&source, config).expect("load the checkpoint"), NUM_BLOCKS, BLOCK)
 }
 
-fn on_cpu(tiny: &TinyModel, config: &EngineConfig) -> Bench<crate::cpu::CpuModel> {
+fn on_gpu(tiny: &TinyModel, config: &EngineConfig) -> ModelBed<CudaModel> {
+    ModelBed::new(model_on_gpu(tiny, config), NUM_BLOCKS, BLOCK)
+}
+
+fn on_cpu(tiny: &TinyModel, config: &EngineConfig) -> ModelBed<CpuModel> {
     let folder = tempfile::tempdir().expect("temporary folder");
     tiny.write(folder.path()).expect("write the checkpoint");
-    let source = ModelSource { path: folder.path().to_owned(), load_format: LoadFormat::Auto };
-    Bench::new(load_cpu(&source, config).expect("load the checkpoint"))
-}
-
-/// A sequence and the cache blocks it owns.
-struct Sequence {
-    ids: Vec<u32>,
-    done: usize,
-    table: Vec<u32>,
-}
-
-/// A model whose cache blocks are handed out in scattered order.
-struct Bench<M> {
-    model: M,
-    free: Vec<u32>,
-}
-
-const BLOCK: u32 = 16;
-
-/// Arrays of a step.
-#[derive(Default)]
-struct Arrays {
-    token_ids: Vec<u32>,
-    positions: Vec<u32>,
-    slots: Vec<u32>,
-    cu_seqlens: Vec<u32>,
-    contexts: Vec<u32>,
-    tables: Vec<u32>,
-    table_starts: Vec<u32>,
-    wanted: Vec<u32>,
-}
-
-impl Arrays {
-    fn new(rows: &mut [(&mut Sequence, usize)]) -> Self {
-        let mut arrays = Self { cu_seqlens: vec![0], table_starts: vec![0], ..Self::default() };
-        for (sequence, count) in rows.iter_mut() {
-            for _ in 0..*count {
-                let position = sequence.done as u32;
-                arrays.token_ids.push(sequence.ids[sequence.done]);
-                arrays.positions.push(position);
-                arrays.slots.push(sequence.table[(position / BLOCK) as usize] * BLOCK + position % BLOCK);
-                sequence.done += 1;
-            }
-            arrays.cu_seqlens.push(arrays.token_ids.len() as u32);
-            arrays.contexts.push(sequence.done as u32);
-            arrays.tables.extend(&sequence.table[..sequence.done.div_ceil(BLOCK as usize)]);
-            arrays.table_starts.push(arrays.tables.len() as u32);
-        }
-        arrays.wanted = (0..arrays.token_ids.len() as u32).collect();
-        arrays
-    }
-
-    fn input(&self) -> StepInput<'_> {
-        StepInput {
-            token_ids: &self.token_ids,
-            positions: &self.positions,
-            slot_mapping: &self.slots,
-            cu_seqlens: &self.cu_seqlens,
-            context_lens: &self.contexts,
-            block_tables: &self.tables,
-            block_table_starts: &self.table_starts,
-            logits_tokens: &self.wanted,
-            feedback: &[],
-        }
-    }
-}
-
-impl<M: Forward> Bench<M> {
-    fn new(mut model: M) -> Self {
-        let num_blocks = 1024;
-        model.allocate_kv_cache(num_blocks, BLOCK).unwrap_or_else(|error| panic!("{error:?}"));
-        // 7 is coprime to every power of two, so each block comes once.
-        Self { model, free: (0..num_blocks).map(|index| index * 7 % num_blocks).collect() }
-    }
-
-    fn sequence(&mut self, ids: &[u32]) -> Sequence {
-        let blocks = ids.len().div_ceil(BLOCK as usize);
-        Sequence { ids: ids.to_vec(), done: 0, table: (0..blocks).map(|_| self.free.pop().expect("enough")).collect() }
-    }
-
-    /// One step of the next `count` tokens of each sequence, those of one token first; logits of
-    /// all of them, by sequence.
-    fn step(&mut self, rows: &mut [(&mut Sequence, usize)]) -> Vec<Vec<Vec<f32>>> {
-        let arrays = Arrays::new(rows);
-        let logits = self.model.forward(arrays.input()).unwrap_or_else(|error| panic!("{error:?}"));
-        let mut rest = logits.chunks_exact(VOCAB_ROWS).map(<[f32]>::to_vec);
-        rows.iter().map(|(_, count)| rest.by_ref().take(*count).collect()).collect()
-    }
-
-    /// Logits of every position, in chunks of `chunk` tokens.
-    fn all_logits(&mut self, ids: &[u32], chunk: usize) -> Vec<Vec<f32>> {
-        let mut sequence = self.sequence(ids);
-        let mut logits = Vec::new();
-        while sequence.done < ids.len() {
-            let count = chunk.min(ids.len() - sequence.done);
-            logits.extend(self.step(&mut [(&mut sequence, count)]).remove(0));
-        }
-        logits
-    }
-}
-
-fn ids(len: usize, salt: u32) -> Vec<u32> {
-    (0..len as u32).map(|i| (i * 37 + salt * 101 + i * i) % 256).collect()
-}
-
-/// ‖a − b‖ / ‖b‖ over all positions; infinite when something is not a number.
-fn distance(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
-    assert_eq!(a.len(), b.len(), "positions");
-    let (mut difference, mut norm) = (0.0, 0.0);
-    for (a, b) in a.iter().flatten().zip(b.iter().flatten()) {
-        difference += f64::from(a - b).powi(2);
-        norm += f64::from(*b).powi(2);
-    }
-    let ratio = (difference / norm).sqrt();
-    if ratio.is_finite() { ratio } else { f64::INFINITY }
+    file_on_cpu(folder.path(), config)
 }
 
 /// Nats that the oracle loses by taking the other's likeliest token, by position.
@@ -257,7 +158,7 @@ fn chunks_single_tokens_and_whole_prompts_agree() {
 
 /// Prefills `num` sequences of different lengths together, then decodes `steps` tokens of each;
 /// logits of the decoded ones by sequence.
-fn decode_together(gpu: &mut Bench<CudaModel>, num: usize, steps: usize) -> Vec<Vec<Vec<f32>>> {
+fn decode_together(gpu: &mut ModelBed<CudaModel>, num: usize, steps: usize) -> Vec<Vec<Vec<f32>>> {
     let mut sequences: Vec<_> = (0..num).map(|salt| gpu.sequence(&ids(20 + 3 * salt + steps, salt as u32))).collect();
     for sequence in &mut sequences {
         let count = sequence.ids.len() - steps;
@@ -286,7 +187,7 @@ fn graphs_equal_kernels_launched_one_by_one_and_padding_changes_nothing() {
             let graph = decode_together(&mut gpu, num, 3);
             gpu.model.set_enforce_eager(true);
             let eager = decode_together(&mut gpu, num, 3);
-            gpu.free = (0..1024).map(|index| index * 7 % 1024).collect();
+            gpu.free_all();
             for (row, (graph, eager)) in graph.iter().zip(&eager).enumerate() {
                 let far = distance(graph, eager);
                 assert!(far <= 0.02, "{arch:?}, row {row} of {num}: {far}");
@@ -304,7 +205,7 @@ fn a_row_alone_equals_the_row_among_many() {
     let together = decode_together(&mut gpu, 24, 4);
     for (salt, among) in together.iter().enumerate() {
         let prompt = ids(20 + 3 * salt + 4, salt as u32);
-        gpu.free = (0..1024).map(|index| index * 7 % 1024).collect();
+        gpu.free_all();
         let alone = gpu.all_logits(&prompt, prompt.len() - 4);
         let alone = &alone[prompt.len() - 4..];
         let far = distance(among, alone);
@@ -350,7 +251,7 @@ fn the_device_chooses_what_the_cpus_sampler_would() {
     for sampling in cases {
         let prompt = ids(120, 9);
         let mut sequence = gpu.sequence(&prompt);
-        let arrays = Arrays::new(&mut [(&mut sequence, 120)]);
+        let arrays = gpu.arrays(&mut [(&mut sequence, 120)]);
         let samplings: Vec<_> = (0..120).map(|seed| SamplingParams { seed, ..sampling.clone() }).collect();
         let task = |index: usize| Task::Choose {
             sampling: &samplings[index],
@@ -387,99 +288,9 @@ fn the_device_chooses_what_the_cpus_sampler_would() {
                 }
             }
         }
-        gpu.free.extend(sequence.table);
     }
     // Sums are rounded differently, so that a draw at the edge of two tokens may fall to the other.
     assert!(num_equal * 100 >= num_all * 99, "{num_equal} of {num_all} choices are equal");
-}
-
-/// The model with every step waited for before the next is planned.
-struct Waiting(CudaModel);
-
-impl Forward for Waiting {
-    fn shape(&self) -> &ModelShape {
-        self.0.shape()
-    }
-
-    fn allocate_kv_cache(&mut self, num_blocks: u32, block_size: u32) -> Result<(), Error> {
-        self.0.allocate_kv_cache(num_blocks, block_size)
-    }
-
-    fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error> {
-        self.0.forward(step)
-    }
-
-    fn run(
-        &mut self,
-        step: StepInput<'_>,
-        specs: &[SampleSpec<'_>],
-        vocab_size: u32,
-        sampler: &mut Sampler,
-    ) -> Result<StepResults, Error> {
-        self.0.run(step, specs, vocab_size, sampler)
-    }
-}
-
-/// Tokens of each request, from an engine that runs all of them together.
-fn generate(model: Box<dyn Forward>, config: &EngineConfig, requests: &[Request]) -> Vec<Vec<u32>> {
-    let limits = Limits::resolve(model.shape(), config, None, None).expect("good settings");
-    let mut engine = Engine::new(model, limits, true).expect("it starts");
-    let mut tokens: HashMap<RequestId, Vec<u32>> = HashMap::new();
-    for request in requests {
-        engine.add(request.clone()).expect("the door lets it in");
-    }
-    while !engine.is_idle() {
-        for output in engine.step().expect("the device works").outputs {
-            tokens.entry(output.id).or_default().extend(output.token);
-        }
-    }
-    requests.iter().map(|request| tokens.remove(&request.id).unwrap_or_default()).collect()
-}
-
-#[test]
-fn an_engine_one_step_ahead_gives_the_tokens_of_one_that_waits() {
-    if !has_gpu("an_engine_one_step_ahead_gives_the_tokens_of_one_that_waits") {
-        return;
-    }
-    let requests: Vec<Request> = (0..40)
-        .map(|salt: u32| {
-            let temperature = if salt.is_multiple_of(2) { 0.0 } else { 0.7 };
-            let presence_penalty = if salt.is_multiple_of(5) { 1.0 } else { 0.0 };
-            Request {
-                id: RequestId::next(),
-                class: Class::Job,
-                prompt: ids(10 + 7 * salt as usize, salt),
-                sampling: SamplingParams {
-                    temperature,
-                    presence_penalty,
-                    seed: salt.into(),
-                    ..SamplingParams::default()
-                },
-                stop: StopRules { max_tokens: 5 + salt, stop_token_ids: vec![1, 2, 3], ..StopRules::default() },
-                logprobs: salt.is_multiple_of(3).then_some(2),
-                prompt_logprobs: None,
-                skip_special_tokens: true,
-                stream: false,
-            }
-        })
-        .collect();
-    // Few rows and blocks, so that sequences come, go and are preempted in between.
-    let config = EngineConfig {
-        max_num_seqs: Some(12),
-        max_num_batched_tokens: Some(96),
-        max_model_len: Some(512),
-        num_gpu_blocks_override: Some(140),
-        ..config(DtypeSetting::Float16)
-    };
-    for arch in [TinyArch::Qwen3, TinyArch::Gemma3] {
-        let model = || model_on_gpu(&tiny(arch, 64), &config);
-        let waits = generate(Box::new(Waiting(model())), &config, &requests);
-        let ahead = generate(Box::new(model()), &config, &requests);
-        assert!(waits.iter().all(|tokens| !tokens.is_empty()));
-        // Steps hold other rows, so products round otherwise and a near tie may fall to another token.
-        let num_equal = waits.iter().zip(&ahead).filter(|(waits, ahead)| waits == ahead).count();
-        assert!(num_equal >= 34, "{arch:?}: {num_equal} of {} sequences are equal", requests.len());
-    }
 }
 
 #[test]

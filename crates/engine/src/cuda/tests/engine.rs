@@ -1,0 +1,177 @@
+//! Whole engines on the card.
+
+use std::collections::HashMap;
+
+use super::{config, has_gpu, model_on_gpu, tiny};
+use crate::config::{DtypeSetting, EngineConfig};
+use crate::cuda::CudaModel;
+use crate::door::Limits;
+use crate::model::{Forward, ModelShape, SampleSpec, StepInput, StepResults};
+use crate::model_bed::ids;
+use crate::request::{Class, Request, RequestId, SamplingParams, StopRules};
+use crate::sampler::Sampler;
+use crate::tiny_model::{TinyArch, TinyModel};
+use crate::{Engine, Error};
+
+/// The model with every step waited for before the next is planned.
+struct Waiting(CudaModel);
+
+impl Forward for Waiting {
+    fn shape(&self) -> &ModelShape {
+        self.0.shape()
+    }
+
+    fn allocate_kv_cache(&mut self, num_blocks: u32, block_size: u32) -> Result<(), Error> {
+        self.0.allocate_kv_cache(num_blocks, block_size)
+    }
+
+    fn forward(&mut self, step: StepInput<'_>) -> Result<&[f32], Error> {
+        self.0.forward(step)
+    }
+
+    fn run(
+        &mut self,
+        step: StepInput<'_>,
+        specs: &[SampleSpec<'_>],
+        vocab_size: u32,
+        sampler: &mut Sampler,
+    ) -> Result<StepResults, Error> {
+        self.0.run(step, specs, vocab_size, sampler)
+    }
+}
+
+/// Tokens of each request, from an engine that runs all of them together.
+fn generate(model: Box<dyn Forward>, config: &EngineConfig, requests: &[Request]) -> Vec<Vec<u32>> {
+    run(model, config, requests, None).0
+}
+
+/// The same with how often blocks were taken away. `expected_output`: output tokens that admission
+/// keeps room for; few make preemptions.
+fn run(
+    model: Box<dyn Forward>,
+    config: &EngineConfig,
+    requests: &[Request],
+    expected_output: Option<u32>,
+) -> (Vec<Vec<u32>>, u64) {
+    let mut limits = Limits::resolve(model.shape(), config, None, None).expect("good settings");
+    limits.expected_output_min = expected_output.unwrap_or(limits.expected_output_min);
+    let mut engine = Engine::new(model, limits, true).expect("it starts");
+    let mut tokens: HashMap<RequestId, Vec<u32>> = HashMap::new();
+    for request in requests {
+        engine.add(request.clone()).expect("the door lets it in");
+    }
+    while !engine.is_idle() {
+        for output in engine.step().expect("the device works").outputs {
+            tokens.entry(output.id).or_default().extend(output.token);
+        }
+    }
+    let num_blocks = engine.limits().num_blocks;
+    assert_eq!(engine.scheduler().num_free_blocks(), num_blocks, "all blocks come back");
+    let tokens = requests.iter().map(|request| tokens.remove(&request.id).unwrap_or_default()).collect();
+    (tokens, engine.scheduler().num_preemptions())
+}
+
+#[test]
+fn an_engine_one_step_ahead_gives_the_tokens_of_one_that_waits() {
+    if !has_gpu("an_engine_one_step_ahead_gives_the_tokens_of_one_that_waits") {
+        return;
+    }
+    let requests: Vec<Request> = (0..40)
+        .map(|salt: u32| {
+            let temperature = if salt.is_multiple_of(2) { 0.0 } else { 0.7 };
+            let presence_penalty = if salt.is_multiple_of(5) { 1.0 } else { 0.0 };
+            Request {
+                id: RequestId::next(),
+                class: Class::Job,
+                prompt: ids(10 + 7 * salt as usize, salt),
+                sampling: SamplingParams {
+                    temperature,
+                    presence_penalty,
+                    seed: salt.into(),
+                    ..SamplingParams::default()
+                },
+                stop: StopRules { max_tokens: 5 + salt, stop_token_ids: vec![1, 2, 3], ..StopRules::default() },
+                logprobs: salt.is_multiple_of(3).then_some(2),
+                prompt_logprobs: None,
+                skip_special_tokens: true,
+                stream: false,
+            }
+        })
+        .collect();
+    // Few rows and blocks, so that sequences come, go and are preempted in between.
+    let config = EngineConfig {
+        max_num_seqs: Some(12),
+        max_num_batched_tokens: Some(96),
+        max_model_len: Some(512),
+        num_gpu_blocks_override: Some(140),
+        ..config(DtypeSetting::Float16)
+    };
+    for arch in [TinyArch::Qwen3, TinyArch::Gemma3] {
+        let model = || model_on_gpu(&tiny(arch, 64), &config);
+        let waits = generate(Box::new(Waiting(model())), &config, &requests);
+        let ahead = generate(Box::new(model()), &config, &requests);
+        assert!(waits.iter().all(|tokens| !tokens.is_empty()));
+        // Steps hold other rows, so products round otherwise and a near tie may fall to another token.
+        let num_equal = waits.iter().zip(&ahead).filter(|(waits, ahead)| waits == ahead).count();
+        assert!(num_equal >= 34, "{arch:?}: {num_equal} of {} sequences are equal", requests.len());
+    }
+}
+
+/// A greedy request of its own prompt.
+fn greedy(salt: u32, prompt_len: usize, max_tokens: u32) -> Request {
+    Request {
+        id: RequestId::next(),
+        class: Class::Job,
+        prompt: ids(prompt_len, salt),
+        sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+        stop: StopRules { max_tokens, ignore_eos: true, ..StopRules::default() },
+        logprobs: None,
+        prompt_logprobs: None,
+        skip_special_tokens: true,
+        stream: false,
+    }
+}
+
+fn assert_mostly_equal(got: &[Vec<u32>], want: &[Vec<u32>], what: &str) {
+    // Steps hold other rows, so products round otherwise and a near tie may fall to another token.
+    let num_equal = got.iter().zip(want).filter(|(got, want)| got == want).count();
+    assert!(num_equal * 10 >= want.len() * 8, "{what}: {num_equal} of {} sequences are equal", want.len());
+}
+
+/// Field report 25: a pool that holds a fraction of what runs costs time and no token.
+#[test]
+fn preempted_sequences_end_as_those_that_had_room() {
+    if !has_gpu("preempted_sequences_end_as_those_that_had_room") {
+        return;
+    }
+    let requests: Vec<Request> = (0..40).map(|salt| greedy(salt, 20 + 5 * salt as usize, 60)).collect();
+    let roomy = EngineConfig { max_num_seqs: Some(32), max_model_len: Some(512), ..config(DtypeSetting::Bfloat16) };
+    // The longest needs 18 blocks; 32 of them would need about 400.
+    let tight = EngineConfig { num_gpu_blocks_override: Some(60), ..roomy.clone() };
+    for arch in [TinyArch::Qwen3, TinyArch::Gemma3] {
+        let tiny = tiny(arch, 64);
+        let (want, none) = run(Box::new(model_on_gpu(&tiny, &roomy)), &roomy, &requests, None);
+        let (got, num_preemptions) = run(Box::new(model_on_gpu(&tiny, &tight)), &tight, &requests, Some(1));
+        assert!(none == 0 && num_preemptions > 0, "{arch:?}: {none} and {num_preemptions} preemptions");
+        assert!(got.iter().all(|tokens| tokens.len() == 60), "{arch:?}: every token is there, once");
+        assert_mostly_equal(&got, &want, &format!("{arch:?}"));
+    }
+}
+
+/// Field report 67: as many long prompts at once as rows; nothing is read or written beyond the plan.
+#[test]
+fn many_long_prompts_at_once_are_all_answered() {
+    if !has_gpu("many_long_prompts_at_once_are_all_answered") {
+        return;
+    }
+    let tiny = TinyModel { max_position: 4096, ..tiny(TinyArch::Qwen3, 128) };
+    let config = EngineConfig {
+        max_num_seqs: Some(256),
+        max_num_batched_tokens: Some(4096),
+        max_model_len: Some(4096),
+        ..config(DtypeSetting::Bfloat16)
+    };
+    let requests: Vec<Request> = (0..256).map(|salt| greedy(salt, 2000 + 7 * salt as usize, 8)).collect();
+    let (tokens, _) = run(Box::new(model_on_gpu(&tiny, &config)), &config, &requests, None);
+    assert!(tokens.iter().all(|tokens| tokens.len() == 8 && tokens.iter().all(|&token| token < 320)));
+}

@@ -5,26 +5,24 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 to=${1:-target/gpu}
 mkdir -p "$to"
-# The path of the one test executable of a package.
-executable() {
-  cargo test --no-run --message-format=json "$@" 2>/dev/null |
-    python3 -c 'import json, sys
-for line in sys.stdin:
-    message = json.loads(line)
-    if message.get("reason") == "compiler-artifact" and message.get("executable"):
-        print(message["executable"])' | tail -1
-}
 put() {
   cp "$1" "$to/$2"
   strip "$to/$2"
-  echo "$to/$2: $(du -h "$to/$2" | cut -f1)"
 }
-features=overnight-cli/failpoints
-cargo build --workspace --all-targets --features "$features"
-put "$(executable --workspace --features "$features" -p overnight-kernels --lib)" kernels
-put "$(executable --workspace --features "$features" -p overnight-engine --lib)" engine
-put "$(executable --workspace --features "$features" -p overnight-tests --test system)" system
-put target/debug/batch batch-failpoints
-put target/debug/examples/logits logits
+# Test executables have a hash in their names: cargo says which ones it has made.
+cargo test --no-run --workspace --features overnight-cli/failpoints --message-format=json 2>/dev/null |
+  python3 -c '
+import json, sys
+wanted = {("overnight_kernels", "lib", True): "kernels", ("overnight_engine", "lib", True): "engine",
+          ("system", "test", True): "system", ("logits", "example", False): "logits", ("batch", "bin", False): "batch-failpoints"}
+for line in sys.stdin:
+    made = json.loads(line)
+    if made.get("reason") == "compiler-artifact" and made.get("executable"):
+        target = made["target"]
+        name = wanted.get((target["name"], target["kind"][0], made["profile"]["test"]))
+        if name:
+            print(made["executable"], name)' |
+  while read -r path name; do put "$path" "$name"; done
 cargo build --release -p overnight-cli
 put target/release/batch batch
+du -ch "$to"/*

@@ -22,14 +22,16 @@ impl Workers for SqliteStore {
         let mut write = self.write("report a worker").await?;
         sqlx::query("delete from workers where seen_at < ?1").bind(write.now - KEPT_US).change(&mut write).await?;
         sqlx::query(
-            "insert into workers (worker_id, host, pid, models, started_at, seen_at)
-            values (?1, ?2, ?3, ?4, ?5, ?5)
-            on conflict (worker_id) do update set models = excluded.models, seen_at = excluded.seen_at",
+            "insert into workers (worker_id, host, pid, models, may_load, started_at, seen_at)
+            values (?1, ?2, ?3, ?4, ?5, ?6, ?6)
+            on conflict (worker_id) do update
+                set models = excluded.models, may_load = excluded.may_load, seen_at = excluded.seen_at",
         )
         .bind(key(worker.id.uuid()))
         .bind(&worker.host)
         .bind(worker.pid)
         .bind(serde_json::json!(worker.models).to_string())
+        .bind(serde_json::json!(worker.may_load).to_string())
         .bind(write.now)
         .change(&mut write)
         .await?;
@@ -62,11 +64,15 @@ impl Workers for SqliteStore {
 }
 
 fn read(row: &SqliteRow) -> Result<NewWorker, Error> {
-    let models = row.text("models")?;
+    let names = |column: &'static str| -> Result<Vec<String>, Error> {
+        let json = row.text(column)?;
+        serde_json::from_str(&json).map_err(|_| damaged(column, &json))
+    };
     Ok(NewWorker {
         id: row.worker_id("worker_id")?,
         host: row.text("host")?,
         pid: row.u32("pid")?,
-        models: serde_json::from_str(&models).map_err(|_| damaged("workers.models", &models))?,
+        models: names("models")?,
+        may_load: names("may_load")?,
     })
 }

@@ -17,6 +17,8 @@ pub struct NewWorker {
     /// Models whose items it can run now; none without an engine, `["*"]` for a remote
     /// engine that serves any.
     pub models: Vec<String>,
+    /// Models that it serves once its engine is loaded, or built anew.
+    pub may_load: Vec<String>,
 }
 
 /// A worker that has reported within its time to live.

@@ -113,6 +113,7 @@ impl TestService {
             mapper,
             config: self.config.clone(),
             known_models: vec![MODEL.to_owned()],
+            may_load: Vec::new(),
             producer: "test engine".to_owned(),
             limits: self.limits.clone(),
             webhook: self.webhook.clone(),

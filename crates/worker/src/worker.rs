@@ -42,6 +42,9 @@ pub struct WorkerParts {
     /// Models that are configured here, loaded or not; intake knows them besides
     /// those that live workers report.
     pub known_models: Vec<String>,
+    /// Models that this process serves once its engine is loaded; its row tells them, so that
+    /// their batches are taken, and wait.
+    pub may_load: Vec<String>,
     /// What made the outcomes, in words, for segments and manifests: engine, version, model digest.
     pub producer: String,
     /// What intake accepts and how it cuts shards.
@@ -171,7 +174,8 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         stop_steps: CancellationToken::new(),
         config,
     });
-    let row = NewWorker { id, host: parts.host, pid: std::process::id(), models: row_models(&shared) };
+    let models = row_models(&shared);
+    let row = NewWorker { id, host: parts.host, pid: std::process::id(), models, may_load: parts.may_load };
     shared.store.report_worker(&row).await.map_err(Error::store("record this worker"))?;
     log_resumed(&shared).await;
     let stop_timers = CancellationToken::new();
@@ -204,10 +208,10 @@ fn start_timers(shared: &Arc<Shared>, row: NewWorker, stop: &CancellationToken) 
 }
 
 /// Models whose items this worker can run now: none without an engine, and none while
-/// its engine cannot answer. Names that are only configured stay with intake.
+/// its engine loads or cannot answer.
 fn row_models(shared: &Shared) -> Vec<String> {
     let status = shared.generate.as_ref().map(|generate| generate.status());
-    let can_answer = |status: &EngineStatus| !matches!(status.state, EngineState::Poisoned(_));
+    let can_answer = |status: &EngineStatus| matches!(status.state, EngineState::Ready);
     let mut models = status.filter(can_answer).map(|status| status.models).unwrap_or_default();
     models.sort();
     models.dedup();

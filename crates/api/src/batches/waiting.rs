@@ -50,6 +50,9 @@ fn why_idle(job: &Job, progress: &Progress, workers: &[LiveWorker], own: Option<
         }
         Some(EngineState::Ready) | None => {}
     }
+    if workers.iter().flat_map(|live| &live.worker.may_load).any(|name| is_it(name)) {
+        return Some(format!("a worker that serves {model} still loads it, or builds its engine anew"));
+    }
     if running.is_empty() {
         let remedy = "start `batch worker` or `batch serve` with the model";
         return Some(format!("no live worker has an engine that can answer; {remedy} {model}"));

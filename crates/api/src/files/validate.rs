@@ -8,7 +8,7 @@ use axum::http::HeaderMap;
 use overnight_blobs::ObjectName;
 use overnight_store::FilePurpose;
 use overnight_types::chain;
-use overnight_worker::intake::{Expected, IntakeOptions, KnownModels, Source, SourceError, validate as check};
+use overnight_worker::intake::{self, Expected, IntakeOptions, KnownModels, Source, SourceError, validate as check};
 use serde_json::{Value, json};
 
 use crate::batches::parse_endpoint;
@@ -45,12 +45,12 @@ pub(crate) async fn validate(
     })))
 }
 
+/// As a batch's own intake judges names.
 async fn known_models(state: &Inner) -> Result<KnownModels> {
-    let names = state.known_models().await?;
-    Ok(match names.contains("*") {
-        true => KnownModels::Any,
-        false => KnownModels::Named(names.into_iter().collect()),
-    })
+    let parts = &state.parts;
+    let mut configured = parts.models.clone();
+    configured.extend(parts.generate.iter().flat_map(|generate| generate.status().models));
+    intake::known_models(parts.store.as_ref(), &configured).await.map_err(|error| ApiError::internal(chain(&error)))
 }
 
 fn unreadable(error: SourceError) -> ApiError {

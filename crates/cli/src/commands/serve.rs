@@ -153,7 +153,8 @@ impl Server {
             place.data_dir.display()
         );
         // Intake, finalizing, expiry and sweep do not wait for the model.
-        let lifecycle = place.start_worker(config, None).await?;
+        let may_load = if no_worker { Vec::new() } else { engine::served_names(config) };
+        let lifecycle = place.start_worker(config, None, may_load).await?;
         Ok(Self { late, metrics, mapper, draining, stop_api, api, lifecycle, _card: card })
     }
 
@@ -211,7 +212,7 @@ impl Server {
         late.set(&started);
         let generate: Arc<dyn Generate> = late.clone();
         let engine = (generate, started.mapper, started.producer.clone());
-        let worker = place.start_worker(config, Some(engine)).await?;
+        let worker = place.start_worker(config, Some(engine), Vec::new()).await?;
         self.metrics.set_worker(&worker);
         tracing::info!("ready: {}, models {}", started.producer, engine::served_names(config).join(", "));
         if config.log.stats_interval_s > 0 {

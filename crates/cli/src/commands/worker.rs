@@ -33,20 +33,33 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
     engine::check(&config)?;
     logging::start_service(&config, "worker")?;
     let place = Place::open(&config, DataDirUse::Shared).await?;
+    // Whoever asks what is served hears of it from now on, and batches for it are taken; intake,
+    // finalizing and expiry do not wait for the model either.
+    let lifecycle = place.start_worker(&config, None, engine::served_names(&config)).await?;
     let to_load = config.clone();
     let mut loading = tokio::task::spawn_blocking(move || engine::start(&to_load, |text| tracing::info!("{text}")));
     let started = tokio::select! {
-        started = &mut loading => started.unwrap_or_else(|err| Err(Failure::from_error("load the model", &err)))?,
+        started = &mut loading => started.unwrap_or_else(|err| Err(Failure::from_error("load the model", &err))),
         name = stops.next() => {
             tracing::info!("{name} while loading");
+            clean_up(&mut stops, lifecycle.shutdown(config.worker.shutdown_grace)).await;
             place.store.close().await;
             // The loading thread cannot be interrupted and holds nothing durable.
             std::process::exit(0);
         }
     };
+    let started = match started {
+        Ok(started) => started,
+        Err(failure) => {
+            clean_up(&mut stops, lifecycle.shutdown(config.worker.shutdown_grace)).await;
+            place.store.close().await;
+            return Err(failure);
+        }
+    };
     let late = LateEngine::new(engine::served_names(&config));
     late.set(&started);
-    let worker = place.start_worker(&config, Some((late.clone(), started.mapper, started.producer.clone()))).await?;
+    let with_engine = Some((late.clone() as _, started.mapper, started.producer.clone()));
+    let worker = place.start_worker(&config, with_engine, Vec::new()).await?;
     tracing::info!("ready: {} as {}", started.producer, worker.id());
     let stop_stats = CancellationToken::new();
     if config.log.stats_interval_s > 0 {
@@ -64,7 +77,7 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
         }
     };
     stop_stats.cancel();
-    clean_up(&mut stops, worker.shutdown(grace)).await;
+    clean_up(&mut stops, async { _ = tokio::join!(worker.shutdown(grace), lifecycle.shutdown(grace)) }).await;
     place.store.close().await;
     tracing::info!("stopped; nothing that was finished is lost");
     ended

@@ -69,6 +69,7 @@ impl Place {
         &self,
         config: &Config,
         engine: Option<(Arc<dyn Generate>, Mapper, String)>,
+        may_load: Vec<String>,
     ) -> WorkerParts {
         let (generate, mapper, producer) = match engine {
             Some((generate, mapper, producer)) => (Some(generate), Some(mapper), producer),
@@ -81,6 +82,7 @@ impl Place {
             mapper,
             config: config.worker.clone(),
             known_models: engine::known_models(config),
+            may_load,
             producer,
             limits: Limits::default(),
             webhook: self.webhook.clone(),
@@ -89,13 +91,14 @@ impl Place {
         }
     }
 
-    /// Starts a worker here.
+    /// Starts a worker here, which serves `may_load` once its process has loaded its engine.
     pub(crate) async fn start_worker(
         &self,
         config: &Config,
         engine: Option<(Arc<dyn Generate>, Mapper, String)>,
+        may_load: Vec<String>,
     ) -> Result<WorkerHandle> {
-        overnight_worker::start(self.worker_parts(config, engine))
+        overnight_worker::start(self.worker_parts(config, engine, may_load))
             .await
             .map_err(|err| Failure::from_error("start the worker", &err))
     }

@@ -101,6 +101,7 @@ pub async fn live_workers_reported_within_a_minute(store: &dyn Store, clock: &dy
         host: "here".into(),
         pid: 7,
         models: models.iter().map(|model| (*model).to_owned()).collect(),
+        may_load: models.iter().skip(1).map(|model| (*model).to_owned()).collect(),
     };
     let (quiet, live) = (WorkerId::new(), WorkerId::new());
     store.report_worker(&worker(quiet, &["a"])).await.unwrap();
@@ -120,7 +121,7 @@ pub async fn live_workers_reported_within_a_minute(store: &dyn Store, clock: &dy
 
 /// A worker that never came back leaves the list in the end.
 pub async fn silent_worker_is_forgotten_after_a_day(store: &dyn Store, clock: &dyn TestClock) {
-    let worker = |id| crate::NewWorker { id, host: "here".into(), pid: 7, models: vec![] };
+    let worker = |id| crate::NewWorker { id, host: "here".into(), pid: 7, models: vec![], may_load: vec![] };
     store.report_worker(&worker(WorkerId::new())).await.unwrap();
     clock.advance(Duration::from_secs(86_401)).await;
     let live = WorkerId::new();

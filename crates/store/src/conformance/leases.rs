@@ -279,5 +279,5 @@ async fn die(store: &dyn Store, clock: &dyn TestClock) -> ShardLease {
 }
 
 fn worker(id: WorkerId) -> NewWorker {
-    NewWorker { id, host: "here".into(), pid: 1, models: vec![MODEL.into()] }
+    NewWorker { id, host: "here".into(), pid: 1, models: vec![MODEL.into()], may_load: vec![] }
 }

@@ -141,7 +141,7 @@ pub async fn validate(
 pub async fn known_models(store: &dyn Store, configured: &[String]) -> Result<KnownModels, crate::Error> {
     let workers = store.list_live_workers().await.map_err(crate::Error::store("list live workers"))?;
     let mut names = configured.to_vec();
-    names.extend(workers.into_iter().flat_map(|live| live.worker.models));
+    names.extend(workers.into_iter().flat_map(|live| [live.worker.models, live.worker.may_load]).flatten());
     if names.is_empty() || names.iter().any(|name| name == "*") {
         return Ok(KnownModels::Any);
     }

@@ -68,7 +68,8 @@ async fn faulty_input_fails_the_job_with_every_error() {
 async fn name_is_taken_while_nobody_says_what_is_served() {
     let service = TestService::new().await;
     let nobody = StepContext { known_models: Vec::new(), ..context(&service) };
-    let loading = NewWorker { id: WorkerId::new(), host: "h".to_owned(), pid: 1, models: Vec::new() };
+    let loading =
+        NewWorker { id: WorkerId::new(), host: "h".to_owned(), pid: 1, models: Vec::new(), may_load: Vec::new() };
     service.store.report_worker(&loading).await.unwrap();
     let job = service.submit(&[line("a")]).await;
     intake::run(&nobody, &claim(&service, StepKind::Intake).await).await.unwrap();
@@ -79,6 +80,12 @@ async fn name_is_taken_while_nobody_says_what_is_served() {
     let job = service.submit(&[line("a")]).await;
     intake::run(&nobody, &claim(&service, StepKind::Intake).await).await.unwrap();
     assert_eq!(service.job(job).await.state, JobState::Failed);
+    // Also the word of one that still loads.
+    let second = NewWorker { id: WorkerId::new(), models: vec![], may_load: vec!["m".to_owned()], ..ready };
+    service.store.report_worker(&second).await.unwrap();
+    let job = service.submit(&[line("a")]).await;
+    intake::run(&nobody, &claim(&service, StepKind::Intake).await).await.unwrap();
+    assert_eq!(service.job(job).await.state, JobState::InProgress);
 }
 
 #[tokio::test]
@@ -89,7 +96,8 @@ async fn model_that_nobody_serves_is_named_with_those_that_are() {
     let errors = service.job(id).await.errors.unwrap();
     assert!(errors.contains("model_not_found") && errors.contains("served are: m"), "{errors}");
     // A worker that is alive makes its models known.
-    let worker = NewWorker { id: WorkerId::new(), host: "h".into(), pid: 1, models: vec!["other".into()] };
+    let worker =
+        NewWorker { id: WorkerId::new(), host: "h".into(), pid: 1, models: vec!["other".into()], may_load: vec![] };
     service.store.report_worker(&worker).await.unwrap();
     let id = service.submit(&[line("a").replace("\"m\"", "\"other\"")]).await;
     run_intake(&service).await.unwrap();

@@ -163,7 +163,7 @@ async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &A
     late.set(&started);
     // The stand-in alone holds the engine, so that a broken one frees its memory.
     drop((started.generate, started.handle));
-    let worker = place.start_worker(config, Some((late.clone(), started.mapper, started.producer))).await?;
+    let worker = place.start_worker(config, Some((late.clone(), started.mapper, started.producer)), Vec::new()).await?;
     let mut display = Display::new(&app.ui);
     let ended = tokio::select! {
         ended = until_ended(place, job, &late, &mut display, app.globals.timeout) => ended,

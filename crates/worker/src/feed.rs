@@ -215,6 +215,8 @@ impl OpenLease {
         for bit in unentered.chain(self.seat.withdraw()) {
             self.active.remove(&bit);
         }
+        // Other jobs' items take the room of what does not start.
+        self.open.leave_only(self.active.len());
         self.active.is_empty()
     }
 

@@ -125,6 +125,14 @@ impl OpenShard {
         self.window.changed.notify_waiters();
     }
 
+    /// No item but these many needs room any more in this lease.
+    pub(crate) fn leave_only(&mut self, count: usize) {
+        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        if self.items > count {
+            self.settled(self.items - count);
+        }
+    }
+
     /// Items that need room again after all.
     pub(crate) fn unsettled(&mut self, count: u32) {
         self.items += count;
@@ -154,6 +162,19 @@ mod tests {
         assert!(!window.has_room());
         a.settled(55);
         assert!(window.has_room(), "9 items left do not fill a window of 10");
+    }
+
+    #[test]
+    fn what_a_draining_shard_does_not_run_needs_no_room() {
+        let window = Window::new(10, 1 << 20, 8);
+        let mut a = window.open(64, 100);
+        a.leave_only(3);
+        assert!(window.has_room());
+        a.leave_only(3);
+        a.settled(2);
+        assert_eq!(window.status(Counts::default()).open_items, 1);
+        drop(a);
+        assert_eq!(window.status(Counts::default()).open_items, 0);
     }
 
     #[test]

@@ -20,6 +20,9 @@ use crate::generate::{Input, Request};
 /// Most prompts in one body, and most choices of all of them together.
 const PROMPTS_MAX: usize = 2_048;
 const CHOICES_MAX: usize = 4_096;
+/// Most prompt tokens of one body, each counted once per choice: each choice is a request that
+/// holds its prompt, 16 MiB in all.
+const CHOICE_TOKENS_MAX: usize = 1 << 22;
 
 /// One prompt of a body.
 #[derive(Debug)]
@@ -55,6 +58,16 @@ pub(super) fn prepare(
     truncate(&mut prompts, &fields, limits.max_model_len)?;
     if prompts.len() * params.n as usize > CHOICES_MAX {
         let message = format!("{} prompts with n = {} are more than {CHOICES_MAX} choices", prompts.len(), params.n);
+        return Err(Refusal::field("n", message));
+    }
+    let num_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum::<usize>() * params.n as usize;
+    if num_tokens > CHOICE_TOKENS_MAX {
+        let remedy = "ask in several requests, or for fewer choices";
+        let message = format!(
+            "{} prompts with n = {} hold {num_tokens} tokens over all choices, the limit is {CHOICE_TOKENS_MAX}; {remedy}",
+            prompts.len(),
+            params.n
+        );
         return Err(Refusal::field("n", message));
     }
     let rules = AnswerRules {

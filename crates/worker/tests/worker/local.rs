@@ -175,3 +175,35 @@ async fn cancelled_job_starts_nothing_that_waits_in_the_engine() {
     worker.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
 }
+
+// A pause of one job must not hold the others up until its longest request ends.
+#[tokio::test]
+async fn paused_job_leaves_its_room_to_others_while_it_drains() {
+    let mut service = TestService::new().await;
+    service.config.window_items_max = Some(4);
+    let lines = |name: &str| -> Vec<String> {
+        (0..8).map(|id| line_saying(&format!("item-{id}"), &format!("{name} {id}"))).collect()
+    };
+    let paused = service.submit_cut(&lines("first"), 8).await;
+    let engine = ScriptedGenerate::new(|_| Reply::Hold("answer".to_owned())).running_at_most(2);
+    let worker = start(&service, &engine).await;
+    wait::until("a full window", || async {
+        if engine.num_held() == 4 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
+    })
+    .await;
+    assert!(service.store.pause_job_if_active(paused).await.unwrap().is_applied());
+    let other = service.submit_cut(&lines("other"), 8).await;
+    wait::until("the other job's requests at the engine", || async {
+        let num_asked = engine.num_asked();
+        if num_asked > 4 { Ok(()) } else { Err(format!("{num_asked} asked, {}", service.seen(other).await)) }
+    })
+    .await;
+    wait::until("the other job's answers", || async {
+        engine.release_all();
+        let done = service.outcomes(other).await.len();
+        if done == 8 { Ok(()) } else { Err(service.seen(other).await) }
+    })
+    .await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    service.drop_checks(other).await;
+}

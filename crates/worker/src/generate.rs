@@ -37,9 +37,9 @@ pub enum Input {
 /// What comes back, tagged with the request's id.
 #[derive(Debug, Clone)]
 pub enum Output {
-    /// The engine has taken a job's request up: its time limit counts from now. At most once,
-    /// before its other outputs. An engine that keeps a limit of its own, as the remote one's
-    /// client does, need not tell.
+    /// The engine has taken a job's request up: what has not begun is not started once its job
+    /// is paused or cancelled, and the time limit of a token request counts from now. Before its
+    /// other outputs; a second one says nothing new.
     Begun {
         /// Whose.
         id: RequestId,

@@ -34,6 +34,10 @@ const TICK: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 struct State {
     planner: Planner,
+    /// A submission is under way, and the engine may not know its requests yet.
+    is_submitting: bool,
+    /// Cancelled since it began: the engine is told again when it knows them all.
+    cancelled_meanwhile: Vec<RequestId>,
     seats: HashMap<Ticket, mpsc::UnboundedSender<Vec<Delivery>>>,
 }
 
@@ -72,7 +76,12 @@ impl Desk {
     pub(crate) fn new(generate: Arc<dyn Generate>, config: &WorkerConfig) -> Self {
         let limits = PlannerLimits { items_max: 1, bytes_max: config.window_bytes_max, requests_max: 1 };
         let inner = Inner {
-            state: Mutex::new(State { planner: Planner::new(limits), seats: HashMap::new() }),
+            state: Mutex::new(State {
+                planner: Planner::new(limits),
+                is_submitting: false,
+                cancelled_meanwhile: Vec::new(),
+                seats: HashMap::new(),
+            }),
             work: Notify::new(),
             changed: Arc::default(),
             generate,
@@ -126,6 +135,7 @@ impl Desk {
             tracing::error!("the planner broke down; shards that are open run again under their next lease");
             let mut state = self.inner.lock();
             state.seats.clear();
+            state.is_submitting = false;
             let at_engine = state.planner.restart();
             drop(state);
             self.inner.left(&at_engine);
@@ -158,7 +168,10 @@ impl Desk {
     fn submit_next(&self, outputs: &OutputSender) -> Option<BoxFuture<'static, Submitted>> {
         let generate = self.inner.generate.clone();
         self.refresh(&generate.status());
-        let requests = self.inner.lock().planner.take(Timestamp::now());
+        let mut state = self.inner.lock();
+        let requests = state.planner.take(Timestamp::now());
+        state.is_submitting = !requests.is_empty();
+        drop(state);
         if requests.is_empty() {
             return None;
         }
@@ -171,8 +184,9 @@ impl Desk {
         let now = Instant::now();
         let mut deliveries = Deliveries::new();
         let mut state = self.inner.lock();
+        state.is_submitting = false;
         let cancelled = match end {
-            Ok(Ok(())) => return,
+            Ok(Ok(())) => std::mem::take(&mut state.cancelled_meanwhile),
             Ok(Err(not_accepting)) => {
                 let failure = Failure::EngineTrouble { message: not_accepting.to_string() };
                 for id in ids {
@@ -182,6 +196,7 @@ impl Desk {
             }
             Err(_) => state.planner.break_off(&ids, &mut deliveries),
         };
+        state.cancelled_meanwhile.clear();
         state.deliver(deliveries);
         drop(state);
         self.inner.left(&cancelled);
@@ -248,6 +263,11 @@ impl Inner {
     /// Something left the window: cancels these at the engine, and lets others move up.
     fn left(&self, cancelled: &[RequestId]) {
         if !cancelled.is_empty() {
+            let mut state = self.lock();
+            if state.is_submitting {
+                state.cancelled_meanwhile.extend_from_slice(cancelled);
+            }
+            drop(state);
             self.generate.cancel(cancelled);
         }
         self.notify();
@@ -306,7 +326,8 @@ impl Seat {
     /// Asks for the engine alone; `true` once it is. Call again after [`Seat::changed`] until
     /// then. Ends with the seat.
     pub(crate) fn try_alone(&self) -> bool {
-        self.desk.inner.lock().planner.try_alone(self.ticket)
+        let mut state = self.desk.inner.lock();
+        state.planner.try_alone(self.ticket) && !state.is_submitting
     }
 
     /// Resolves at the next change of the window; create it before looking.

@@ -44,7 +44,8 @@ pub(crate) struct Delivery {
     pub(crate) bit: u32,
     /// A request of the item, to tell one try from the next.
     pub(crate) id: RequestId,
-    /// When the engine got the request, or the item joined it there.
+    /// When the engine took the request up, as far as it said so; else when it got it. Not before
+    /// the item joined it there.
     pub(crate) started_at: Timestamp,
     pub(crate) event: Event,
 }
@@ -81,6 +82,8 @@ pub(super) enum Stage {
     /// At the engine.
     Running {
         handed_over_at: Timestamp,
+        /// When the first of its requests began.
+        started_at: Option<Timestamp>,
         /// Requests that the engine has begun and not ended.
         num_begun: usize,
         /// When it began the last one of them.
@@ -106,7 +109,7 @@ pub(super) struct Entry {
     pub(super) chain: Chain,
     pub(super) length: u32,
     pub(super) num_bytes: u64,
-    /// Its engine says when it begins a request.
+    /// A remote engine's client keeps the time of its requests itself.
     is_local: bool,
     /// Entries handed over before it came.
     pub(super) num_taken_before: u64,
@@ -150,13 +153,13 @@ impl Entry {
     pub(super) fn is_unbegun(&self) -> bool {
         match self.stage {
             Stage::Waiting => true,
-            Stage::Running { num_begun, .. } => self.is_local && num_begun == 0 && self.num_open == self.num_requests,
+            Stage::Running { num_begun, .. } => num_begun == 0 && self.num_open == self.num_requests,
         }
     }
 
     /// Gives its requests away; keeps a copy for others to be compared with.
     pub(super) fn hand_over(&mut self, now: Timestamp) -> Vec<Request> {
-        self.stage = Stage::Running { handed_over_at: now, num_begun: 0, begun_at: None };
+        self.stage = Stage::Running { handed_over_at: now, started_at: None, num_begun: 0, begun_at: None };
         self.handed_over = self.requests.iter().map(|request| request.id).collect();
         match self.merge {
             Some(_) => self.requests.clone(),
@@ -166,9 +169,10 @@ impl Entry {
 
     /// The engine begins one of its requests.
     pub(super) fn begin(&mut self, now: Instant) {
-        let Stage::Running { num_begun, begun_at, .. } = &mut self.stage else { return };
+        let Stage::Running { num_begun, begun_at, started_at, .. } = &mut self.stage else { return };
         *num_begun += 1;
         *begun_at = Some(now);
+        started_at.get_or_insert_with(Timestamp::now);
     }
 
     /// A request has ended, that had begun or not.
@@ -184,7 +188,7 @@ impl Entry {
     /// When the engine began what it computes of it now: the last one of its requests that run.
     pub(super) fn begun_at(&self) -> Option<Instant> {
         match self.stage {
-            Stage::Running { begun_at, .. } => begun_at,
+            Stage::Running { begun_at, .. } => begun_at.filter(|_| self.is_local),
             Stage::Waiting => None,
         }
     }
@@ -196,7 +200,7 @@ impl Entry {
 
     pub(super) fn started_at(&self) -> Timestamp {
         match self.stage {
-            Stage::Running { handed_over_at, .. } => handed_over_at,
+            Stage::Running { handed_over_at, started_at, .. } => started_at.unwrap_or(handed_over_at),
             Stage::Waiting => self.members[0].joined_at,
         }
     }

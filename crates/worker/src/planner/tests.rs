@@ -172,18 +172,24 @@ fn withdrawn_items_are_those_that_have_not_begun() {
     assert_eq!(whom(&deliver(&mut planner, [answer(twin.id)])), [(b, 0)], "its twin's job goes on");
 }
 
-// Another server does not say when it begins: what it got may be running.
+// What was sent costs money and is waited for; its client keeps its time.
 #[test]
-fn bodies_at_a_remote_engine_are_never_withdrawn() {
-    let mut planner = Planner::new(PlannerLimits { requests_max: 1, ..LIMITS });
+fn body_that_was_sent_is_left_to_its_server() {
+    let mut planner = Planner::new(PlannerLimits { requests_max: 2, ..LIMITS });
     let a = planner.join(sitter(0));
-    for bit in 0..2 {
+    for bit in 0..3 {
         let input = Input::Body { endpoint: Endpoint::Completions, json: bytes::Bytes::from_static(b"{}") };
         let body = Request { id: RequestId::next(), class: Class::Job, input };
         planner.enter(a, offer(bit, vec![body]), now()).unwrap();
     }
-    assert_eq!(planner.take(now()).len(), 1);
-    assert_eq!(planner.withdraw(a), (vec![1], vec![]));
+    let [sent, queued] = planner.take(now()).try_into().unwrap();
+    deliver(&mut planner, [Output::Begun { id: sent.id }]);
+    let later = Instant::now() + Duration::from_secs(86_400);
+    assert_eq!(planner.end_overdue(later, Duration::from_secs(1), &mut Deliveries::new()), []);
+    let (mut bits, cancelled) = planner.withdraw(a);
+    bits.sort_unstable();
+    assert_eq!((bits, cancelled), (vec![1, 2], vec![queued.id]));
+    assert_eq!(whom(&deliver(&mut planner, [answer(sent.id)])), [(a, 0)]);
 }
 
 #[test]
@@ -368,6 +374,64 @@ async fn planner_that_broke_down_lets_its_seats_go_and_serves_new_ones() {
     drop(seat);
     next.enter(&mut vec![body_offer(0)]);
     assert_eq!(next_len(&mut next).await, Some(1));
+    stop.cancel();
+    task.await.unwrap();
+}
+
+/// Takes requests only when let, and remembers what it was asked to cancel.
+#[derive(Debug)]
+struct Slow {
+    may_take: tokio::sync::Semaphore,
+    cancelled: std::sync::Mutex<Vec<(bool, RequestId)>>,
+    has_taken: std::sync::atomic::AtomicBool,
+}
+
+#[async_trait::async_trait]
+impl Generate for Slow {
+    async fn submit(&self, _: Vec<Request>, _: OutputSender) -> Result<(), NotAccepting> {
+        self.may_take.acquire().await.expect("open").forget();
+        self.has_taken.store(true, std::sync::atomic::Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn cancel(&self, ids: &[RequestId]) {
+        let has_taken = self.has_taken.load(std::sync::atomic::Ordering::SeqCst);
+        self.cancelled.lock().unwrap().extend(ids.iter().map(|&id| (has_taken, id)));
+    }
+
+    fn status(&self) -> EngineStatus {
+        Fragile::default().status()
+    }
+}
+
+// An engine does nothing about a cancel of what it does not know yet, and would then run it.
+#[tokio::test]
+async fn cancel_in_the_middle_of_a_submission_is_told_again_after_it() {
+    let engine = Arc::new(Slow {
+        may_take: tokio::sync::Semaphore::new(0),
+        cancelled: std::sync::Mutex::default(),
+        has_taken: std::sync::atomic::AtomicBool::new(false),
+    });
+    let desk = Desk::new(engine.clone(), &crate::WorkerConfig::default());
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(desk.clone().run(stop.clone()));
+    let seat = desk.seat(sitter(0));
+    let offer = body_offer(0);
+    let id = offer.requests[0].id;
+    seat.enter(&mut vec![offer]);
+    while desk.counts().running == 0 {
+        tokio::task::yield_now().await;
+    }
+    drop(seat);
+    assert_eq!(engine.cancelled.lock().unwrap().as_slice(), [(false, id)], "told at once");
+    let next = desk.seat(sitter(0));
+    assert!(!next.try_alone(), "the engine may still get it");
+    engine.may_take.add_permits(1);
+    while engine.cancelled.lock().unwrap().len() < 2 {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(engine.cancelled.lock().unwrap()[1], (true, id));
+    assert!(next.try_alone());
     stop.cancel();
     task.await.unwrap();
 }

@@ -180,6 +180,10 @@ impl Inner {
             state.running.insert(queued.id, Running { sent_at: now, cancel: cancel.clone() });
             state.servers[server].started();
             drop(state);
+            if queued.class == Class::Job {
+                // Nobody listens any more when the shard was dropped.
+                let _ = queued.outputs.send(vec![Output::Begun { id: queued.id }]);
+            }
             let inner = self.clone();
             tokio::spawn(async move { inner.run(queued, server, now, cancel).await });
         }

@@ -32,6 +32,9 @@ pub struct ApiState {
     pub generate: Option<Arc<dyn Generate>>,
     /// Makes requests of bodies for `generate`; empty until the model is loaded.
     pub mapper: Arc<OnceLock<Mapper>>,
+    /// Whether bodies are judged by the local engine's rules while `mapper` is empty; a
+    /// remote engine judges them itself.
+    pub checks_bodies: bool,
     /// The `[api]` section.
     pub config: ApiConfig,
     /// Limits of intake.

@@ -65,22 +65,6 @@ async fn faulty_input_fails_the_batch_and_not_the_create() {
     worker.shutdown(GRACE).await;
 }
 
-#[tokio::test]
-async fn valid_file_validates_without_making_a_batch() {
-    let server = Server::new().await;
-    let input = server.upload(numbered_lines(3).join("\n")).await;
-    let path = format!("/v1/files/{input}/validate");
-    let report = server.post(&path, json!({"endpoint": "/v1/chat/completions"})).await.ok();
-    assert_eq!(
-        (&report["valid"], &report["requests"], &report["errors"]["data"]),
-        (&json!(true), &json!(3), &json!([]))
-    );
-    assert_eq!(server.get("/v1/batches").await.ok()["data"], json!([]));
-    let other = server.post(&path, json!({"endpoint": "/v1/completions"})).await.ok();
-    assert_eq!((&other["valid"], &other["errors"]["counts"]["url_mismatch"]), (&json!(false), &json!(3)));
-    server.post(&path, json!({})).await.refused(400, "endpoint", "missing_required_parameter");
-}
-
 // Field reports 46, 47: all failed is completed, with null output, and every line has its status.
 #[tokio::test]
 async fn batch_whose_requests_all_failed_is_completed() {

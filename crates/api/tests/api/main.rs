@@ -14,4 +14,5 @@ mod refusals;
 mod server;
 mod streaming;
 mod uploads;
+mod validate;
 mod words;

@@ -92,6 +92,7 @@ impl Server {
             blobs: service.blobs.clone(),
             generate: Some(generate),
             mapper: Arc::new(OnceLock::from(Mapper::remote(None))),
+            checks_bodies: false,
             config: ApiConfig { events_poll_every: Duration::from_millis(10), ..ApiConfig::default() },
             limits: service.limits.clone(),
             cancel_drain: Duration::from_secs(600),

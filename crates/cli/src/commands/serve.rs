@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::App;
-use crate::config::{Config, Loaded, Setting};
+use crate::config::{Config, EngineKind, Loaded, Setting};
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
 use crate::service::engine::{self, Started};
@@ -128,6 +128,7 @@ impl Server {
             blobs: place.blobs.clone(),
             generate,
             mapper: mapper.clone(),
+            checks_bodies: config.engine.source.kind == EngineKind::Local,
             config: config.api.clone(),
             limits: Limits::default(),
             cancel_drain: config.worker.cancel_drain,

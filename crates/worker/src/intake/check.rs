@@ -10,7 +10,7 @@ use overnight_types::Endpoint;
 use serde::{Deserialize, Serialize};
 
 use super::findings::{Findings, IntakeCode};
-use crate::mapper::{ErrorBody, Mapper, PrepareOptions};
+use crate::mapper::{ErrorBody, Mapper, PrepareOptions, check_without_model};
 
 /// Longest excerpt of user text in a message, characters.
 const EXCERPT: usize = 80;
@@ -224,10 +224,33 @@ impl BodyCheck for Mapper {
             PrepareOptions { class: Class::Job, allow_stream: false, seed: 0, request_id: "validate", created: 0 };
         match self.prepare(endpoint, body, options) {
             Ok(_) => Ok(()),
-            Err(refusal) => {
-                let ErrorBody { message, param, code, .. } = refusal.error;
-                Err(BodyFault { code, param, message })
-            }
+            // A model that another engine serves: which ones there are is intake's to tell.
+            Err(refusal) if refusal.status == 404 && self.text().is_some() => ModelFree.check(endpoint, body),
+            Err(refusal) if refusal.status == 404 => Ok(()),
+            Err(refusal) => Err(refusal.error.into()),
         }
+    }
+}
+
+/// Judges by what every model of the local engine refuses, where none is loaded.
+#[derive(Debug, Clone, Copy)]
+pub struct ModelFree;
+
+impl ModelFree {
+    /// What it cannot judge, in words.
+    pub const UNCHECKED: &'static str =
+        "whether prompts fit the model's context, vocabulary, logprobs and chat template: no model is loaded here";
+}
+
+impl BodyCheck for ModelFree {
+    fn check(&self, endpoint: Endpoint, body: &[u8]) -> Result<(), BodyFault> {
+        check_without_model(endpoint, body).map_err(|refusal| refusal.error.into())
+    }
+}
+
+impl From<ErrorBody> for BodyFault {
+    fn from(error: ErrorBody) -> Self {
+        let ErrorBody { message, param, code, .. } = error;
+        Self { code, param, message }
     }
 }

@@ -23,7 +23,7 @@ use overnight_blobs::index::{self, Runs};
 use overnight_store::Store;
 use overnight_types::{Endpoint, JobId, Limits};
 
-pub use check::{BodyCheck, BodyFault, BodyFinding, KnownModels};
+pub use check::{BodyCheck, BodyFault, BodyFinding, KnownModels, ModelFree};
 pub use findings::{Findings, IntakeCode};
 pub use pass::{Pass, Piece};
 pub use source::{Source, SourceError};
@@ -87,6 +87,29 @@ impl ValidationReport {
     /// Whether a batch of this input would run.
     pub fn is_valid(&self) -> bool {
         self.findings.is_empty()
+    }
+
+    /// Whether it would run and no request be refused for its body, as far as bodies were checked.
+    pub fn is_clean(&self) -> bool {
+        self.is_valid() && self.num_body_findings == 0
+    }
+
+    /// The wire's `batch_validation` object; `unchecked` says what nobody looked at.
+    pub fn to_json(&self, unchecked: Option<&str>) -> serde_json::Value {
+        let body_errors: Vec<serde_json::Value> = self
+            .body_findings
+            .iter()
+            .map(|BodyFinding { line, fault }| {
+                serde_json::json!({"code": fault.code, "line": line, "message": fault.message,
+                    "param": fault.param})
+            })
+            .collect();
+        serde_json::json!({
+            "object": "batch_validation", "valid": self.is_clean(), "requests": self.requests, "model": self.model,
+            "errors": self.findings.to_json(),
+            "body_errors": {"object": "list", "data": body_errors, "total": self.num_body_findings},
+            "unchecked": unchecked,
+        })
     }
 }
 

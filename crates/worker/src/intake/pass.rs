@@ -243,6 +243,7 @@ impl Pass {
         }
         let State { first_model, findings, cutter, .. } = &mut self.state;
         let IntakeOptions { endpoint, limits, .. } = &self.options;
+        let num_before = findings.total;
         let checked = check::check_line(line, *endpoint, limits.line_bytes_max, first_model, findings);
         // Past the largest index the file fails for its number of items anyway.
         if let (Some(custom_id), Ok(item)) = (checked.custom_id, u32::try_from(cutter.num_items())) {
@@ -250,6 +251,10 @@ impl Pass {
         }
         cutter.item(line);
         let (Some(body), Some(body_check)) = (checked.body, body_check) else { return };
+        // A line that fails the whole batch needs no second reason.
+        if findings.total > num_before {
+            return;
+        }
         if let Err(fault) = body_check.check(*endpoint, body.token) {
             self.num_body_findings += 1;
             if self.body_findings.len() < limits.errors_kept_max {

@@ -20,21 +20,39 @@ pub(super) struct Chat {
     pub(super) last_assistant: Option<String>,
 }
 
+/// What a chat body asks for, checked as far as that goes without a model.
+pub(super) struct Request {
+    messages: Vec<Value>,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    kwargs: Option<Map<String, Value>>,
+}
+
+impl Request {
+    pub(super) fn read(fields: &Fields<'_>) -> Result<Self, Refusal> {
+        let messages: Option<Vec<Value>> = fields.get("messages")?;
+        let messages = messages.ok_or_else(|| Refusal::field("messages", "messages is required"))?;
+        if messages.is_empty() {
+            return Err(Refusal::field("messages", "messages must hold at least one message"));
+        }
+        let messages: Vec<Value> = messages
+            .into_iter()
+            .enumerate()
+            .map(|(index, message)| checked(index, message))
+            .collect::<Result<_, _>>()?;
+        let continue_final_message = fields.flag("continue_final_message", false)?;
+        let add_generation_prompt = fields.flag("add_generation_prompt", !continue_final_message)?;
+        if continue_final_message && add_generation_prompt {
+            let message = "continue_final_message and add_generation_prompt exclude each other";
+            return Err(Refusal::field("continue_final_message", message));
+        }
+        let kwargs = fields.get("chat_template_kwargs")?;
+        Ok(Self { messages, add_generation_prompt, continue_final_message, kwargs })
+    }
+}
+
 pub(super) fn render(text: &Text, fields: &Fields<'_>) -> Result<Chat, Refusal> {
-    let messages: Option<Vec<Value>> = fields.get("messages")?;
-    let messages = messages.ok_or_else(|| Refusal::field("messages", "messages is required"))?;
-    if messages.is_empty() {
-        return Err(Refusal::field("messages", "messages must hold at least one message"));
-    }
-    let messages: Vec<Value> =
-        messages.into_iter().enumerate().map(|(index, message)| checked(index, message)).collect::<Result<_, _>>()?;
-    let continue_final_message = fields.flag("continue_final_message", false)?;
-    let add_generation_prompt = fields.flag("add_generation_prompt", !continue_final_message)?;
-    if continue_final_message && add_generation_prompt {
-        let message = "continue_final_message and add_generation_prompt exclude each other";
-        return Err(Refusal::field("continue_final_message", message));
-    }
-    let kwargs: Option<Map<String, Value>> = fields.get("chat_template_kwargs")?;
+    let Request { messages, add_generation_prompt, continue_final_message, kwargs } = Request::read(fields)?;
     let prompt = ChatPrompt {
         messages: &messages,
         tools: None,

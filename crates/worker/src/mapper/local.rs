@@ -23,6 +23,8 @@ const CHOICES_MAX: usize = 4_096;
 /// Most prompt tokens of one body, each counted once per choice: each choice is a request that
 /// holds its prompt, 16 MiB in all.
 const CHOICE_TOKENS_MAX: usize = 1 << 22;
+/// Holds whatever a model could hold.
+const ANY_MODEL: ModelLimits = ModelLimits { max_model_len: u32::MAX, vocab_size: u32::MAX, max_logprobs: u32::MAX };
 
 /// One prompt of a body.
 #[derive(Debug)]
@@ -47,19 +49,15 @@ pub(super) fn prepare(
         return Err(Refusal::model_not_found(&model, names));
     }
     let params = Params::read(endpoint, &fields, limits, options.seed)?;
-    if params.stream && !options.allow_stream {
-        let message = "stream is not supported for items of a job: their answers are written whole";
-        return Err(Refusal::field("stream", message).with_code("unsupported_parameter"));
-    }
+    check_stream(&params, options.allow_stream)?;
     let mut prompts = match endpoint {
         Endpoint::ChatCompletions => vec![chat_prompt(text, &fields, params.echo)?],
         Endpoint::Completions => completion_prompts(text, &fields, limits, params.echo, params.skip_special_tokens)?,
     };
-    truncate(&mut prompts, &fields, limits.max_model_len)?;
-    if prompts.len() * params.n as usize > CHOICES_MAX {
-        let message = format!("{} prompts with n = {} are more than {CHOICES_MAX} choices", prompts.len(), params.n);
-        return Err(Refusal::field("n", message));
+    if let Some(kept) = kept_part(&fields, limits.max_model_len)? {
+        prompts.iter_mut().for_each(|prompt| kept.cut(&mut prompt.ids));
     }
+    check_choices(prompts.len(), &params)?;
     let num_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum::<usize>() * params.n as usize;
     if num_tokens > CHOICE_TOKENS_MAX {
         let remedy = "ask in several requests, or for fewer choices";
@@ -95,6 +93,45 @@ pub(super) fn prepare(
         stream: params.stream,
         seed_used: Some(params.sampling.seed),
     })
+}
+
+/// Judges a body of a job without a model: what is refused here, every model refuses.
+/// Fits of tokens to a model's context, vocabulary and template are taken for granted.
+pub(super) fn check_without_model(endpoint: Endpoint, body: &[u8]) -> Result<(), Refusal> {
+    let body = replace_lone(body);
+    let fields = Fields::split(endpoint, &body)?;
+    let _: String = fields.get("model")?.ok_or_else(|| Refusal::field("model", "model is required"))?;
+    let params = Params::read(endpoint, &fields, ANY_MODEL, 0)?;
+    check_stream(&params, false)?;
+    let num_prompts = match endpoint {
+        Endpoint::ChatCompletions => {
+            chat::Request::read(&fields)?;
+            fields.flag("add_special_tokens", false)?;
+            1
+        }
+        Endpoint::Completions => {
+            fields.flag("add_special_tokens", true)?;
+            PromptForm::read(&fields, ANY_MODEL.vocab_size)?.len()
+        }
+    };
+    kept_part(&fields, ANY_MODEL.max_model_len)?;
+    check_choices(num_prompts, &params)
+}
+
+fn check_stream(params: &Params, allow_stream: bool) -> Result<(), Refusal> {
+    if params.stream && !allow_stream {
+        let message = "stream is not supported for items of a job: their answers are written whole";
+        return Err(Refusal::field("stream", message).with_code("unsupported_parameter"));
+    }
+    Ok(())
+}
+
+fn check_choices(num_prompts: usize, params: &Params) -> Result<(), Refusal> {
+    if num_prompts * params.n as usize > CHOICES_MAX {
+        let message = format!("{num_prompts} prompts with n = {} are more than {CHOICES_MAX} choices", params.n);
+        return Err(Refusal::field("n", message));
+    }
+    Ok(())
 }
 
 fn requests(
@@ -149,11 +186,54 @@ fn chat_prompt(text: &Text, fields: &Fields<'_>, echo: bool) -> Result<Prompt, R
 /// The forms of `prompt`.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum PromptForm {
+enum RawPrompts {
     Text(String),
     Ids(Vec<i64>),
     Texts(Vec<String>),
     IdLists(Vec<Vec<i64>>),
+}
+
+/// The prompts of a body, none of them empty; ids are of the vocabulary.
+enum PromptForm {
+    Texts(Vec<String>),
+    Ids(Vec<Vec<u32>>),
+}
+
+impl PromptForm {
+    fn read(fields: &Fields<'_>, vocab_size: u32) -> Result<Self, Refusal> {
+        let raw = fields.raw("prompt").ok_or_else(|| Refusal::field("prompt", "prompt is required"))?;
+        let raw = serde_json::from_str(raw.get()).map_err(|_| {
+            let forms = "a string, an array of strings, an array of token ids or an array of such arrays";
+            Refusal::field("prompt", format!("prompt must be {forms}"))
+        })?;
+        let of_vocabulary = |ids: Vec<i64>| -> Result<Vec<u32>, Refusal> {
+            ids.into_iter().map(|id| token_id("prompt", id, vocab_size)).collect()
+        };
+        let form = match raw {
+            RawPrompts::Text(prompt) => Self::Texts(vec![prompt]),
+            RawPrompts::Ids(ids) => Self::Ids(vec![of_vocabulary(ids)?]),
+            RawPrompts::Texts(prompts) => {
+                few_enough(prompts.len())?;
+                Self::Texts(prompts)
+            }
+            RawPrompts::IdLists(lists) => {
+                few_enough(lists.len())?;
+                Self::Ids(lists.into_iter().map(of_vocabulary).collect::<Result<_, _>>()?)
+            }
+        };
+        let holds_empty = match &form {
+            Self::Texts(prompts) => prompts.iter().any(String::is_empty),
+            Self::Ids(lists) => lists.iter().any(Vec::is_empty),
+        };
+        if holds_empty || form.len() == 0 { Err(empty()) } else { Ok(form) }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Texts(prompts) => prompts.len(),
+            Self::Ids(lists) => lists.len(),
+        }
+    }
 }
 
 fn completion_prompts(
@@ -163,42 +243,21 @@ fn completion_prompts(
     echo: bool,
     skip_special: bool,
 ) -> Result<Vec<Prompt>, Refusal> {
-    let raw = fields.raw("prompt").ok_or_else(|| Refusal::field("prompt", "prompt is required"))?;
-    let form = serde_json::from_str(raw.get()).map_err(|_| {
-        let forms = "a string, an array of strings, an array of token ids or an array of such arrays";
-        Refusal::field("prompt", format!("prompt must be {forms}"))
-    })?;
+    let form = PromptForm::read(fields, limits.vocab_size)?;
     let add_special = fields.flag("add_special_tokens", true)?;
+    let failed = |err: overnight_engine::text::TextError| Refusal::field("prompt", err.to_string());
     let from_text = |prompt: String| {
-        if prompt.is_empty() {
-            return Err(empty());
-        }
-        let ids = text.encode(&prompt, add_special).map_err(|err| Refusal::field("prompt", err.to_string()))?;
+        let ids = text.encode(&prompt, add_special).map_err(failed)?;
         if ids.is_empty() { Err(empty()) } else { Ok(Prompt { ids, echoed: echo.then_some(prompt) }) }
     };
-    let from_ids = |ids: Vec<i64>| {
-        let ids: Vec<u32> =
-            ids.into_iter().map(|id| token_id("prompt", id, limits.vocab_size)).collect::<Result<_, _>>()?;
-        if ids.is_empty() {
-            return Err(empty());
-        }
+    let from_ids = |ids: Vec<u32>| {
         let echoed = if echo { Some(text.decode(&ids, skip_special)) } else { None };
-        let echoed = echoed.transpose().map_err(|err| Refusal::field("prompt", err.to_string()))?;
-        Ok(Prompt { ids, echoed })
+        Ok(Prompt { ids, echoed: echoed.transpose().map_err(failed)? })
     };
-    let prompts: Vec<Prompt> = match form {
-        PromptForm::Text(prompt) => vec![from_text(prompt)?],
-        PromptForm::Ids(ids) => vec![from_ids(ids)?],
-        PromptForm::Texts(prompts) => {
-            few_enough(prompts.len())?;
-            prompts.into_iter().map(from_text).collect::<Result<_, _>>()?
-        }
-        PromptForm::IdLists(lists) => {
-            few_enough(lists.len())?;
-            lists.into_iter().map(from_ids).collect::<Result<_, _>>()?
-        }
-    };
-    if prompts.is_empty() { Err(empty()) } else { Ok(prompts) }
+    match form {
+        PromptForm::Texts(prompts) => prompts.into_iter().map(from_text).collect(),
+        PromptForm::Ids(lists) => lists.into_iter().map(from_ids).collect(),
+    }
 }
 
 fn few_enough(num_prompts: usize) -> Result<(), Refusal> {
@@ -212,16 +271,36 @@ fn empty() -> Refusal {
     Refusal::field("prompt", "prompt is empty; it must hold at least one token")
 }
 
-/// `truncate_prompt_tokens` keeps that many tokens, by default the last ones.
-fn truncate(prompts: &mut [Prompt], fields: &Fields<'_>, max_model_len: u32) -> Result<(), Refusal> {
-    let keeps_start = match fields.get::<String>("truncation_side")?.as_deref() {
+/// What `truncate_prompt_tokens` keeps of each prompt.
+struct KeptPart {
+    num_tokens: usize,
+    /// The first ones; else the last ones.
+    start: bool,
+}
+
+impl KeptPart {
+    fn cut(&self, ids: &mut Vec<u32>) {
+        if self.start {
+            ids.truncate(self.num_tokens);
+        } else {
+            ids.drain(..ids.len().saturating_sub(self.num_tokens));
+        }
+    }
+}
+
+fn kept_part(fields: &Fields<'_>, max_model_len: u32) -> Result<Option<KeptPart>, Refusal> {
+    let start = match fields.get::<String>("truncation_side")?.as_deref() {
         None | Some("left") => false,
         Some("right") => true,
         Some(_) => return Err(Refusal::field("truncation_side", "truncation_side must be left or right")),
     };
-    let Some(keep) = fields.get::<i64>("truncate_prompt_tokens")? else { return Ok(()) };
-    let keep = match keep {
+    let Some(keep) = fields.get::<i64>("truncate_prompt_tokens")? else { return Ok(None) };
+    let num_tokens = match keep {
         -1 => max_model_len as usize,
+        ..1 => {
+            let message = format!("truncate_prompt_tokens must be -1 (all that fits) or at least 1, got {keep}");
+            return Err(Refusal::field("truncate_prompt_tokens", message));
+        }
         keep => {
             usize::try_from(keep).ok().filter(|keep| (1..=max_model_len as usize).contains(keep)).ok_or_else(|| {
                 let message = format!("truncate_prompt_tokens must be -1 or within 1…{max_model_len}, got {keep}");
@@ -229,12 +308,5 @@ fn truncate(prompts: &mut [Prompt], fields: &Fields<'_>, max_model_len: u32) -> 
             })?
         }
     };
-    for prompt in prompts {
-        if keeps_start {
-            prompt.ids.truncate(keep);
-        } else {
-            prompt.ids.drain(..prompt.ids.len().saturating_sub(keep));
-        }
-    }
-    Ok(())
+    Ok(Some(KeptPart { num_tokens, start }))
 }

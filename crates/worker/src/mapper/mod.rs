@@ -136,3 +136,9 @@ impl Mapper {
         }
     }
 }
+
+/// Judges a body of a job as every model of the local engine would, where none is loaded:
+/// unknown and unsupported fields, types, and ranges that hang on no model.
+pub fn check_without_model(endpoint: Endpoint, body: &[u8]) -> Result<(), Refusal> {
+    local::check_without_model(endpoint, body)
+}

@@ -282,6 +282,9 @@ fn prompt_logprobs(fields: &Fields<'_>, limits: ModelLimits) -> Result<Option<u3
 }
 
 fn logprob_count(name: &'static str, wanted: i64, limits: ModelLimits) -> Result<u32, Refusal> {
+    if wanted < 0 {
+        return Err(Refusal::field(name, format!("{name} must be 0 or more, got {wanted}")));
+    }
     let max = limits.max_logprobs.min(limits.vocab_size);
     u32::try_from(wanted)
         .ok()
@@ -291,6 +294,9 @@ fn logprob_count(name: &'static str, wanted: i64, limits: ModelLimits) -> Result
 
 /// An id of the vocabulary.
 pub(super) fn token_id(name: &'static str, id: i64, vocab_size: u32) -> Result<u32, Refusal> {
+    if id < 0 {
+        return Err(Refusal::field(name, format!("{name}: a token id is 0 or more, got {id}")));
+    }
     u32::try_from(id)
         .ok()
         .filter(|id| *id < vocab_size)

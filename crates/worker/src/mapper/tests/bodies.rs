@@ -207,3 +207,59 @@ fn prompts_are_cut_only_when_asked_and_on_the_side_asked_for() {
     assert_eq!(prompt(Value::Null), ids("def"));
     assert_eq!(prompt(json!("right")), [vec![BOS], ids("ab")].concat());
 }
+
+// Decision 0008: what needs no model to be told is told without one, in the same words.
+#[test]
+fn what_every_model_refuses_is_found_without_one() {
+    let body = |fields: &Value| {
+        let mut body = json!({"model": "toy"});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        serde_json::to_vec(&body).unwrap()
+    };
+    let both = |endpoint: Endpoint, fields: &Value| {
+        let options = PrepareOptions { allow_stream: false, ..options() };
+        let whole = mapper().prepare(endpoint, &body(fields), options).map(drop);
+        (whole, check_without_model(endpoint, &body(fields)))
+    };
+    for fault in [
+        json!({"temperture": 1}),
+        json!({"tools": [{"type": "function"}]}),
+        json!({"max_tokens": -1}),
+        json!({"max_tokens": 0}),
+        json!({"top_p": "x"}),
+        json!({"temperature": -1}),
+        json!({"n": 0}),
+        json!({"stop": 7}),
+        json!({"seed": 1.5}),
+        json!({"min_tokens": 3, "max_tokens": 2}),
+        json!({"stream": true}),
+        json!({"truncation_side": "middle"}),
+        json!({"add_special_tokens": 7}),
+    ] {
+        for endpoint in [Endpoint::Completions, Endpoint::ChatCompletions] {
+            let mut fields = json!({"prompt": "abc"});
+            if endpoint == Endpoint::ChatCompletions {
+                fields = json!({"messages": user("abc")});
+            }
+            fields.as_object_mut().unwrap().extend(fault.as_object().unwrap().clone());
+            let (whole, without) = both(endpoint, &fields);
+            assert_eq!(without.unwrap_err(), whole.unwrap_err(), "{endpoint} {fault}");
+        }
+    }
+    for prompt in [json!(""), json!([]), json!([[]]), json!(7), json!([[1], [-5]]), Value::Null] {
+        assert!(both(Endpoint::Completions, &json!({"prompt": prompt})).1.is_err(), "{prompt}");
+    }
+    for messages in [json!([]), json!("x"), json!([{"role": "robot", "content": "x"}]), Value::Null] {
+        assert!(both(Endpoint::ChatCompletions, &json!({"messages": messages})).1.is_err(), "{messages}");
+    }
+    // What hangs on the model is left to it.
+    for fields in [
+        json!({"prompt": "a".repeat(70)}),
+        json!({"prompt": [1, 258]}),
+        json!({"prompt": "a", "logprobs": 21}),
+        json!({"prompt": "a", "logit_bias": {"258": 1}}),
+    ] {
+        let (whole, without) = both(Endpoint::Completions, &fields);
+        assert!(whole.is_err() && without.is_ok(), "{fields}");
+    }
+}

@@ -15,7 +15,7 @@ use overnight_engine::text::Text;
 use overnight_types::Endpoint;
 use serde_json::{Value, json};
 
-use super::{AnswerState, Mapper, ModelLimits, PrepareOptions, Prepared, Refusal, Response};
+use super::{AnswerState, Mapper, ModelLimits, PrepareOptions, Prepared, Refusal, Response, check_without_model};
 use crate::generate::{Input, Output, Request};
 
 const LIMITS: ModelLimits = ModelLimits { max_model_len: 64, vocab_size: 258, max_logprobs: 20 };

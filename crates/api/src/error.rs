@@ -3,7 +3,8 @@
 //! A handler returns [`ApiError`]; it rides as an extension of the response until
 //! `request_id` renders it, because only there are the path (OpenAI form
 //! under `/v1`, problem JSON elsewhere) and the request id known. A 5xx body never
-//! says more than its code and the request id; the cause goes to the log, once.
+//! says more than its code, what that code means, and the request id; the cause goes to
+//! the log, once.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -128,6 +129,17 @@ impl ApiError {
         self
     }
 
+    /// The message as a client sees it.
+    pub(crate) fn shown(&self, request_id: &str) -> String {
+        match (self.status, self.code.as_deref()) {
+            (StatusCode::SERVICE_UNAVAILABLE, code) => unavailable_because(code.unwrap_or_default()).to_owned(),
+            (status, _) if status.is_server_error() => {
+                format!("the server could not answer; request id: {request_id}")
+            }
+            _ => self.message.to_string(),
+        }
+    }
+
     /// The wire's `type` of this status.
     pub fn kind(&self) -> &'static str {
         match self.status.as_u16() {
@@ -137,6 +149,21 @@ impl ApiError {
             500.. => "server_error",
             _ => "invalid_request_error",
         }
+    }
+}
+
+/// What a code of 503 means and what to do; fixed words, so nothing of the inside gets out.
+fn unavailable_because(code: &str) -> &'static str {
+    match code {
+        "draining" => "the server is stopping and takes nothing new; try again once it runs again",
+        "disk_full" => "the server's disk is too full to take more; make room there, then try again",
+        "database_unavailable" => "the server's database does not answer; try again",
+        "storage_unavailable" => "the server's object store does not answer; try again",
+        "engine_starting" => "the engine is still loading; try again",
+        "engine_poisoned" => "the engine broke down and is being built anew; try again",
+        "engine_not_accepting" => "the engine takes no more requests at the moment; try again",
+        "request_timeout" => "the server did not get done in time; try again",
+        _ => "the server cannot do this at the moment; try again",
     }
 }
 

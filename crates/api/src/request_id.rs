@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use axum::body::Body;
 use axum::extract::Request;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use serde_json::json;
@@ -39,7 +39,13 @@ pub(crate) async fn wrap(mut request: Request, next: Next) -> Response {
     }
     if !QUIET.contains(&path.as_str()) {
         let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        tracing::info!(request.id = %id, %method, path, status = response.status().as_u16(), elapsed_ms, "request");
+        let status = response.status().as_u16();
+        // Who waits for a batch asks every second: what only read and went well is detail.
+        if method == Method::GET && response.status().is_success() {
+            tracing::debug!(request.id = %id, %method, path, status, elapsed_ms, "request");
+        } else {
+            tracing::info!(request.id = %id, %method, path, status, elapsed_ms, "request");
+        }
     }
     let value = HeaderValue::from_str(&id).expect("the id is letters, digits and an underscore");
     response.headers_mut().insert("x-request-id", value);
@@ -56,10 +62,7 @@ fn foreign(response: &Response) -> Option<ApiError> {
 
 /// The body of an error; headers that the handler set stay.
 fn render(error: &ApiError, path: &str, id: &str, response: Response) -> Response {
-    let message = match error.status.is_server_error() {
-        false => error.message.to_string(),
-        true => format!("the server could not answer; request id: {id}"),
-    };
+    let message = error.shown(id);
     let openai = path == "/v1" || path.starts_with("/v1/");
     let body = if openai {
         json!({"error": {"message": message, "type": error.kind(), "param": error.param, "code": error.code}})

@@ -38,3 +38,8 @@ pub use config::WorkerConfig;
 pub use error::Error;
 pub use window::WindowStatus;
 pub use worker::{WorkerHandle, WorkerParts, WorkerStatus, start};
+
+/// Seconds for the log, to the millisecond.
+fn seconds(time: std::time::Duration) -> f64 {
+    (time.as_secs_f64() * 1e3).round() / 1e3
+}

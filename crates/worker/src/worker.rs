@@ -177,7 +177,10 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
     let models = row_models(&shared);
     let row = NewWorker { id, host: parts.host, pid: std::process::id(), models, may_load: parts.may_load };
     shared.store.report_worker(&row).await.map_err(Error::store("record this worker"))?;
-    log_resumed(&shared).await;
+    // A process with an engine starts two of these; who runs the items says what goes on.
+    if shared.generate.is_some() {
+        log_resumed(&shared).await;
+    }
     let stop_timers = CancellationToken::new();
     let timers = start_timers(&shared, row, &stop_timers);
     let pools = Mutex::new(Some(tokio::spawn(pool::run(shared.clone()))));
@@ -316,7 +319,7 @@ impl WorkerHandle {
             // Without its file nobody takes this worker for one that died.
             self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
         }
-        tracing::info!(worker.id = %self.shared.id, took_s = started_at.elapsed().as_secs_f32(), "worker stopped");
+        tracing::info!(worker.id = %self.shared.id, took_s = crate::seconds(started_at.elapsed()), "worker stopped");
     }
 }
 

@@ -261,7 +261,7 @@ async fn run_step(shared: &Arc<Shared>, lease: StepLease) {
             return release(shared, &lease, Duration::ZERO).await;
         }
     };
-    let took_s = started_at.elapsed().as_secs_f32();
+    let took_s = crate::seconds(started_at.elapsed());
     match ended {
         Ok(Ok(())) => {
             shared.step_failures.over(lease.job.id);

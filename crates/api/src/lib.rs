@@ -22,6 +22,7 @@ mod router;
 mod serve;
 mod state;
 
+pub use batches::window::check_window;
 pub use config::{ApiConfig, Secret};
 pub use error::Error;
 pub use metrics::{Measure, MetricsPage};

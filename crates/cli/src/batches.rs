@@ -53,10 +53,12 @@ pub(crate) const COLUMNS: &[Field] = &[
         column: Column::right("DONE"),
         cell: |batch, people| {
             let counts = Counts::of(batch);
+            // What was given up is no work that was done.
+            let ran = counts.ran();
             if people {
-                format!("{}/{}", human::count(counts.done), human::count(counts.total))
+                format!("{}/{}", human::count(ran), human::count(counts.total))
             } else {
-                format!("{}/{}", counts.done, counts.total)
+                format!("{ran}/{}", counts.total)
             }
         },
     },
@@ -85,16 +87,14 @@ pub(crate) fn card(batch: &Value) -> String {
     line("name", plain(&batch["name"]));
     line("model", plain(&batch["model"]));
     line("endpoint", plain(&batch["endpoint"]));
-    if let Some(percent) = (counts.done * 100).checked_div(counts.total) {
-        line(
-            "requests",
-            format!(
-                "{}/{} {percent}% · {} failed",
-                human::count(counts.done),
-                human::count(counts.total),
-                human::count(counts.failed)
-            ),
-        );
+    let ran = counts.ran();
+    if let Some(percent) = (ran * 100).checked_div(counts.total) {
+        let (ran, total) = (human::count(ran), human::count(counts.total));
+        let mut text = format!("{ran}/{total} {percent}% · {} failed", human::count(counts.failed));
+        if counts.given_up > 0 {
+            text.push_str(&format!(" · {} not run", human::count(counts.given_up)));
+        }
+        line("requests", text);
     }
     if counts.tokens > 0 {
         let usage = &batch["usage"];
@@ -157,14 +157,12 @@ pub(crate) fn problems(batch: &Value) -> String {
 /// The line that stays after waiting.
 pub(crate) fn summary(batch: &Value) -> String {
     let counts = Counts::of(batch);
-    let given_up = batch["outcome_counts"]["canceled"].as_u64().unwrap_or(0)
-        + batch["outcome_counts"]["expired"].as_u64().unwrap_or(0);
-    let completed = counts.done.saturating_sub(counts.failed).saturating_sub(given_up);
+    let completed = counts.ran().saturating_sub(counts.failed);
     let mut text = format!("{} {}", short_id(&counts.id), status_text(batch));
     if counts.total > 0 {
         text.push_str(&format!("  {} completed · {} failed", human::count(completed), human::count(counts.failed)));
-        if given_up > 0 {
-            text.push_str(&format!(" · {} not run", human::count(given_up)));
+        if counts.given_up > 0 {
+            text.push_str(&format!(" · {} not run", human::count(counts.given_up)));
         }
     }
     text
@@ -175,9 +173,9 @@ pub(crate) fn next_step(batch: &Value) -> String {
     let id = lookup_id(&plain(&batch["id"]));
     let counts = Counts::of(batch);
     match counts.status.as_str() {
-        "failed" => "correct the file and submit it again".to_owned(),
+        "failed" => format!("batch errors {id} shows every problem; correct the file and submit it again"),
         "completed" if counts.failed > 0 => {
-            format!("batch errors {id}   then   batch retry {id} --failed   or   batch results {id} -o out.jsonl")
+            format!("batch errors {id} (why, and what to do)   or   batch results {id} -o out.jsonl")
         }
         "completed" => format!("batch results {id} -o out.jsonl"),
         "expired" | "cancelled" => format!("batch resume {id}   or   batch results {id} -o out.jsonl"),

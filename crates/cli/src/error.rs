@@ -79,6 +79,7 @@ impl Exit {
 pub(crate) struct Failure {
     pub(crate) exit: Exit,
     silent: bool,
+    refusal: bool,
     /// Apart, so that a result stays small.
     said: Box<Said>,
 }
@@ -98,7 +99,12 @@ pub(crate) type Result<T = (), E = Failure> = std::result::Result<T, E>;
 impl Failure {
     /// A failure in words: lower case, no full stop.
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self { exit, silent: false, said: Box::new(Said { message: message.into(), ..Said::default() }) }
+        Self {
+            exit,
+            silent: false,
+            refusal: false,
+            said: Box::new(Said { message: message.into(), ..Said::default() }),
+        }
     }
 
     /// Wrong usage.
@@ -125,6 +131,21 @@ impl Failure {
     /// Whether stderr stays as it is.
     pub(crate) fn is_silent(&self, json: bool) -> bool {
         self.silent && (self.exit == Exit::Success || !json)
+    }
+
+    /// The same with another exit code.
+    pub(crate) fn exit(self, exit: Exit) -> Self {
+        Self { exit, ..self }
+    }
+
+    /// The server answered that it did nothing.
+    pub(crate) fn refusal(self) -> Self {
+        Self { refusal: true, ..self }
+    }
+
+    /// Whether the server answered that it did nothing.
+    pub(crate) fn is_refusal(&self) -> bool {
+        self.refusal
     }
 
     /// Whether the server or we gave it this code.

@@ -16,7 +16,9 @@ mod interrupts;
 mod logging;
 mod models;
 mod output;
+mod outputs;
 mod progress;
+mod remedy;
 mod service;
 mod state;
 mod usage;
@@ -82,8 +84,15 @@ async fn run_or_interrupted(command: Command, app: &App) -> Result {
     tokio::select! {
         biased;
         ended = run(command, app) => ended,
-        () = app.interrupts.wait() => Err(Failure::new(Exit::Interrupted, "interrupted")),
+        () = after_the_command(&app.interrupts) => Err(Failure::new(Exit::Interrupted, "interrupted")),
     }
+}
+
+/// Resolves at Ctrl-C, one look later than the command sees it: a signal that comes between
+/// the looks of both must not take the command's own words from it.
+async fn after_the_command(interrupts: &Interrupts) {
+    interrupts.wait().await;
+    tokio::task::yield_now().await;
 }
 
 async fn run(command: Command, app: &App) -> Result {

@@ -82,10 +82,17 @@ pub(crate) struct Counts {
     /// With an outcome of any kind.
     pub(crate) done: u64,
     pub(crate) failed: u64,
+    /// Cancelled or expired: among the done ones, and yet never run to an end.
+    pub(crate) given_up: u64,
     pub(crate) tokens: u64,
 }
 
 impl Counts {
+    /// Answered or failed.
+    pub(crate) fn ran(&self) -> u64 {
+        self.done.saturating_sub(self.given_up)
+    }
+
     /// Reads a batch object of the API.
     pub(crate) fn of(batch: &Value) -> Self {
         let number = |value: &Value| value.as_u64().unwrap_or(0);
@@ -101,6 +108,7 @@ impl Counts {
             total,
             done: completed + failed + given_up,
             failed,
+            given_up,
             tokens: number(&batch["usage"]["total_tokens"]),
         }
     }
@@ -167,7 +175,8 @@ pub(crate) struct Display {
     redraw: bool,
     width: usize,
     drawn: bool,
-    last_line: Option<(Duration, String)>,
+    /// When, at which status, and which.
+    last_line: Option<(Duration, String, String)>,
 }
 
 impl Display {
@@ -194,11 +203,13 @@ impl Display {
         }
         let due = match &self.last_line {
             None => true,
-            Some((last, last_status)) => last_status != status || at.saturating_sub(*last) >= LINE_EVERY,
+            Some((last, last_status, last_text)) => {
+                last_text != text && (last_status != status || at.saturating_sub(*last) >= LINE_EVERY)
+            }
         };
         if due {
             let _ = writeln!(stderr, "{text}");
-            self.last_line = Some((at, status.to_owned()));
+            self.last_line = Some((at, status.to_owned(), text.to_owned()));
         }
     }
 
@@ -231,6 +242,7 @@ mod tests {
             total: 100_000,
             done: 41_208,
             failed: 39,
+            given_up: 0,
             tokens: 5_000_000,
         }
     }

@@ -1,5 +1,8 @@
 //! Checking a file of requests before anything is sent, with the worker's own intake;
 //! showing what is wrong; setting bad lines aside.
+//!
+//! A fault of the envelope fails a whole batch. A fault of a body ends its own request
+//! with HTTP 400: `batch validate` counts it as a problem, `submit` and `run` warn of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -7,12 +10,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use overnight_types::{Endpoint, Limits};
-use overnight_worker::intake::{self, IntakeOptions, KnownModels, Source, ValidationReport};
+use overnight_worker::intake::{self, BodyCheck, IntakeOptions, KnownModels, ModelFree, Source, ValidationReport};
 use serde_json::{Value, json};
 
+use crate::config::{Config, EngineKind};
 use crate::error::{Exit, Failure, Result};
 use crate::output::table::shorten;
-use crate::output::{escape, human};
+use crate::output::{Ui, escape, human};
 
 /// Lines that are searched for the first `url`.
 const LOOK_MAX: usize = 1_000;
@@ -50,9 +54,16 @@ impl Input {
         let label = escape(&path.to_string_lossy()).into_owned();
         match std::fs::metadata(&path) {
             Ok(meta) if meta.is_file() => Ok(Self { path, label, spool: None }),
-            Ok(_) => Err(Failure::usage(format!("not a file: {label}"))),
+            Ok(meta) if meta.is_dir() => Err(Failure::usage(format!("a folder is no input: {label}"))),
+            Ok(_) => Err(Failure::usage(format!("not a file: {label}"))
+                .hint("- is stdin: pipe into it, for example `COMMAND | batch validate -`")),
             Err(err) => Err(Failure::new(Exit::NotFound, format!("could not read {label}: {err}"))),
         }
+    }
+
+    /// Whether it came by a pipe, so that no command finds it again.
+    pub(crate) fn is_stdin(&self) -> bool {
+        self.label == "stdin" && self.spool.is_some()
     }
 
     /// A name for the server, which takes `.jsonl` only.
@@ -119,56 +130,158 @@ pub(crate) fn endpoint(input: &Input, asked: Option<Endpoint>) -> Result<Endpoin
     })
 }
 
+/// Who judges bodies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bodies {
+    /// The rules of the local engine, as far as they hang on no model.
+    LocalEngine,
+    /// A remote engine takes bodies as they are.
+    Elsewhere,
+}
+
+impl Bodies {
+    /// As `[engine]` is set on this machine.
+    pub(crate) fn of(config: &Config) -> Self {
+        if config.engine.source.kind == EngineKind::Local { Self::LocalEngine } else { Self::Elsewhere }
+    }
+
+    /// What is not looked at, in words.
+    pub(crate) fn unchecked(self) -> &'static str {
+        match self {
+            Self::LocalEngine => ModelFree::UNCHECKED,
+            Self::Elsewhere => "bodies: engine.kind says that another server judges them",
+        }
+    }
+}
+
 /// Finds every problem of the input. Any model name is taken: only a server knows its own.
-pub(crate) async fn check(input: &Input, endpoint: Endpoint, errors_kept_max: usize) -> Result<ValidationReport> {
+pub(crate) async fn check(
+    input: &Input,
+    endpoint: Endpoint,
+    errors_kept_max: usize,
+    bodies: Bodies,
+) -> Result<ValidationReport> {
     let limits = Limits { errors_kept_max, ..Limits::default() };
     let options = IntakeOptions { limits, ..IntakeOptions::new(endpoint, KnownModels::Any) };
-    intake::validate(&Source::Path(input.path.clone()), options, None)
+    let body_check: Option<&dyn BodyCheck> = if bodies == Bodies::LocalEngine { Some(&ModelFree) } else { None };
+    intake::validate(&Source::Path(input.path.clone()), options, body_check)
         .await
         .map_err(|err| Failure::from_error(&format!("read {}", input.label), &err))
 }
 
-/// The report as `batch validate --json` and the server's validate route give it.
-pub(crate) fn to_json(report: &ValidationReport) -> Value {
-    json!({"object": "batch_validation", "valid": report.is_valid(), "requests": report.requests,
-        "model": report.model, "errors": report.findings.to_json()})
+/// Says of a batch that would run how many of its requests would be refused.
+pub(crate) fn warn_of_bodies(input: &Input, report: &ValidationReport, ui: &Ui) {
+    let Some(first) = report.body_findings.first() else { return };
+    let code = first.fault.code.as_ref().map_or(String::new(), |code| format!(" ({code})"));
+    ui.warn(format!(
+        "{} of {} would end with HTTP 400 in the local engine; the first is line {}: {}{code}",
+        human::count(report.num_body_findings),
+        human::counted(report.requests, "request"),
+        human::count(first.line),
+        escape(&first.fault.message)
+    ));
+    if !input.is_stdin() {
+        ui.say(format!("         `batch validate {}` lists them", input.label));
+    }
+}
+
+/// Whose words a failure is told in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Door {
+    Validate,
+    Submit,
+    Run,
+}
+
+/// One problem of either kind.
+struct Problem<'a> {
+    line: Option<u64>,
+    message: &'a str,
+    code: &'a str,
+}
+
+fn problems(report: &ValidationReport) -> Vec<Problem<'_>> {
+    let of_file = report.findings.kept.iter();
+    let of_file = of_file.map(|found| Problem { line: found.line, message: &found.message, code: found.code.as_str() });
+    let of_bodies = report.body_findings.iter().map(|found| Problem {
+        line: Some(found.line),
+        message: &found.fault.message,
+        code: found.fault.code.as_deref().unwrap_or("invalid_body"),
+    });
+    let mut all: Vec<Problem<'_>> = of_file.chain(of_bodies).collect();
+    all.sort_by_key(|problem| problem.line);
+    all
 }
 
 /// What is wrong, where, how many more, what to do.
-pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize) -> Failure {
-    let findings = &report.findings;
-    let Some(first) = findings.kept.first() else {
+pub(crate) fn failure(input: &Input, report: &ValidationReport, shown_max: usize, door: Door) -> Failure {
+    let problems = problems(report);
+    let Some(first) = problems.first() else {
         return Failure::new(Exit::InvalidInput, format!("{} is not valid", input.label));
     };
     let message = match first.line {
         Some(line) => format!("line {} is not valid: {}", human::count(line), first.message),
-        None => first.message.clone(),
+        None => first.message.to_owned(),
     };
     let place = first.line.map_or(String::new(), |line| format!(":{line}"));
     let mut failure =
-        Failure::new(Exit::InvalidInput, message).code(first.code.as_str()).note(format!("--> {}{place}", input.label));
+        Failure::new(Exit::InvalidInput, message).code(first.code).note(format!("--> {}{place}", input.label));
     if let Some(text) = first.line.and_then(|line| line_text(&input.path, line)) {
-        failure = failure.note(format!("|  {}", shorten(&text, 100)));
+        failure = failure.note(format!("|  {}", shorten(&escape(&text), 100)));
     }
-    for other in findings.kept.iter().skip(1).take(shown_max.clamp(1, 1_000) - 1) {
+    let shown_max = shown_max.clamp(1, 1_000);
+    for other in problems.iter().skip(1).take(shown_max - 1) {
         let line = other.line.map_or(String::new(), |line| format!("line {}: ", human::count(line)));
-        failure = failure.note(format!("= {line}{} ({})", other.message, other.code.as_str()));
+        failure = failure.note(format!("= {line}{} ({})", other.message, other.code));
     }
-    if findings.total > 1 {
-        let counts: Vec<String> =
-            findings.counts.iter().map(|(code, count)| format!("{} {}", human::count(*count), code.as_str())).collect();
-        failure = failure.note(format!("= {} problems: {}", human::count(findings.total), counts.join(", ")));
+    let total = report.findings.total + report.num_body_findings;
+    if total > 1 {
+        let counts = report.findings.counts.iter();
+        let mut counts: Vec<String> =
+            counts.map(|(code, count)| format!("{} {}", human::count(*count), code.as_str())).collect();
+        if report.num_body_findings > 0 {
+            counts.push(format!("{} in bodies, refused with HTTP 400", human::count(report.num_body_findings)));
+        }
+        failure = failure.note(format!("= {}: {}", human::counted(total, "problem"), counts.join(", ")));
+    }
+    match remedy(input, report, problems.len().min(shown_max) as u64 >= total, door) {
+        Some(remedy) => failure.hint(remedy),
+        None => failure,
+    }
+}
+
+fn remedy(input: &Input, report: &ValidationReport, all_shown: bool, door: Door) -> Option<String> {
+    if let Some(hint) = utf16_hint(&input.path, &input.label) {
+        return Some(hint);
+    }
+    let mut remedies = Vec::new();
+    if !all_shown {
+        let name = if input.is_stdin() { "-" } else { &input.label };
+        remedies.push(format!("run `batch validate {name} --json` for the first 1,000 of them"));
     }
     let bad_lines = bad_lines(report);
     let others = report.requests.saturating_sub(bad_lines.len() as u64);
-    if findings.total as usize <= findings.kept.len() && !bad_lines.is_empty() && others > 0 {
-        return failure.hint(format!(
-            "run `batch validate {} --json` for all of them, or `--on-invalid skip` to submit the other {}",
-            input.label,
-            human::count(others)
-        ));
+    let all_known = report.findings.total as usize <= report.findings.kept.len();
+    if all_known && !bad_lines.is_empty() && others > 0 {
+        let others = human::counted(others, "request");
+        remedies.push(match door {
+            Door::Validate if input.is_stdin() => {
+                format!("`batch submit - --on-invalid skip` submits the other {others}")
+            }
+            Door::Validate => format!("`batch submit {} --on-invalid skip` submits the other {others}", input.label),
+            Door::Submit => format!("`--on-invalid skip` submits the other {others}"),
+            Door::Run => format!("`--on-invalid skip` runs the other {others}"),
+        });
     }
-    failure.hint(format!("run `batch validate {} --json` for all of them", input.label))
+    (!remedies.is_empty()).then(|| remedies.join(", or "))
+}
+
+/// What to do with a file that begins as UTF-16 does; no other file does.
+pub(crate) fn utf16_hint(path: &Path, label: &str) -> Option<String> {
+    let mut first = [0; 2];
+    std::io::Read::read_exact(&mut std::fs::File::open(path).ok()?, &mut first).ok()?;
+    matches!(first, [0xff, 0xfe] | [0xfe, 0xff])
+        .then(|| format!("the file is UTF-16: make UTF-8 of it with `iconv -f UTF-16 -t UTF-8 {label} > NEW`"))
 }
 
 /// Physical lines that have a problem, as far as they were kept.
@@ -190,25 +303,21 @@ fn line_text(path: &Path, wanted: u64) -> Option<String> {
 #[derive(Debug)]
 pub(crate) struct Cleaned {
     pub(crate) input: Input,
-    /// The bad lines with their reasons.
-    pub(crate) aside: PathBuf,
     pub(crate) num_aside: u64,
 }
 
-/// Writes the good lines to a temporary file and the bad ones, with their reasons,
-/// beside the input.
-pub(crate) fn without_invalid(input: &Input, report: &ValidationReport) -> Result<Cleaned> {
+/// Writes the good lines to a temporary file and the bad ones, with their reasons, to `aside`.
+pub(crate) fn without_invalid(input: &Input, report: &ValidationReport, aside: &Path, door: Door) -> Result<Cleaned> {
     let mut reasons: BTreeMap<u64, Vec<Value>> = BTreeMap::new();
     for finding in &report.findings.kept {
         let Some(line) = finding.line else {
-            return Err(failure(input, report, SHOWN_MAX));
+            return Err(failure(input, report, SHOWN_MAX, door));
         };
         let reason = json!({"code": finding.code.as_str(), "message": finding.message, "param": finding.param});
         reasons.entry(line).or_default().push(reason);
     }
     let mut good = tempfile::Builder::new().prefix("batch-valid-").suffix(".jsonl").tempfile()?;
-    let aside = if input.label == "stdin" { PathBuf::from("stdin.invalid.jsonl") } else { aside_path(&input.path) };
-    let mut bad = std::io::BufWriter::new(std::fs::File::create(&aside).map_err(|err| {
+    let mut bad = std::io::BufWriter::new(std::fs::File::create(aside).map_err(|err| {
         Failure::new(Exit::Failure, format!("could not write the invalid lines to {}: {err}", aside.display()))
     })?);
     let mut writer = std::io::BufWriter::new(&mut good);
@@ -216,8 +325,7 @@ pub(crate) fn without_invalid(input: &Input, report: &ValidationReport) -> Resul
         let line = line?;
         match reasons.get(&(index as u64 + 1)) {
             Some(why) => {
-                let row = json!({"line": index + 1, "reasons": why, "text": String::from_utf8_lossy(&line)});
-                writeln!(bad, "{row}")?;
+                writeln!(bad, "{}", aside_row(index as u64 + 1, why.clone(), &String::from_utf8_lossy(&line)))?;
             }
             None => {
                 writer.write_all(&line)?;
@@ -231,13 +339,12 @@ pub(crate) fn without_invalid(input: &Input, report: &ValidationReport) -> Resul
     let spool = good.into_temp_path();
     let label = input.label.clone();
     let input = Input { path: spool.to_path_buf(), label, spool: Some(spool) };
-    Ok(Cleaned { input, aside, num_aside: reasons.len() as u64 })
+    Ok(Cleaned { input, num_aside: reasons.len() as u64 })
 }
 
-fn aside_path(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".invalid.jsonl");
-    PathBuf::from(name)
+/// A line of the file of what was set aside: the same for whoever sets aside.
+pub(crate) fn aside_row(line: u64, reasons: Vec<Value>, text: &str) -> Value {
+    json!({"line": line, "reasons": reasons, "text": text})
 }
 
 /// Cuts a valid input into files of at most `max` requests each.

@@ -12,6 +12,11 @@ const WINDOW_MAX: Duration = Duration::from_secs(30 * 24 * 3_600);
 /// Shortest and longest expiry of a file, seconds.
 const EXPIRY_S: std::ops::RangeInclusive<u64> = 3_600..=2_592_000;
 
+/// Whether a batch takes this window; else why not. For clients that ask before they upload.
+pub fn check_window(text: &str) -> Result<(), String> {
+    parse_window(text).map(drop).map_err(|refused| refused.message.into_owned())
+}
+
 /// `24h`, or any `<n>m`, `<n>h`, `<n>d` from 5 minutes to 30 days.
 pub(crate) fn parse_window(text: &str) -> Result<Duration> {
     let refused = || {

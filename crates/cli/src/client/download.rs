@@ -319,6 +319,13 @@ pub(crate) fn for_terminal(bytes: &[u8]) -> String {
         .collect()
 }
 
+/// The sha256 of a file of this machine, as the server writes it.
+pub(crate) fn sha256_of(path: &Path) -> Result<String> {
+    let mut hash = Sha256::new();
+    std::io::copy(&mut File::open(path)?, &mut hash)?;
+    Ok(hex(&hash.finalize()))
+}
+
 /// Lower-case hexadecimal.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()

@@ -2,7 +2,8 @@
 //!
 //! A call is tried again only when the server says that it did nothing (429, 503),
 //! when a gateway failed (502, 504), or when the connection broke on a call that
-//! may be repeated. A server that refuses the connection is reported at once.
+//! may be repeated. A server that refuses the connection is reported at once, but for
+//! [`Client::wait_for_start`].
 
 pub(crate) mod download;
 pub(crate) mod ids;
@@ -15,8 +16,9 @@ use reqwest::{Method, RequestBuilder, Response, StatusCode};
 use serde_json::Value;
 
 use crate::args::Globals;
-use crate::environment;
 use crate::error::{Exit, Failure, Result};
+use crate::output::human;
+use crate::{App, environment};
 
 /// Tries of one call, the first included.
 const TRIES_MAX: u32 = 4;
@@ -29,6 +31,11 @@ const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Longest that a look at the server's health may take.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A server of this machine that refuses the connection may be starting: whoever waits for
+/// a batch anyway waits this long for it.
+const START_MAX: Duration = Duration::from_secs(10);
+const START_LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// A server and how to talk to it.
 #[derive(Debug, Clone)]
@@ -46,7 +53,7 @@ impl Client {
             None => crate::config::server_address(globals)?,
         };
         let base = if base.contains("://") { base } else { format!("http://{base}") };
-        if reqwest::Url::parse(&base).is_err() {
+        if !reqwest::Url::parse(&base).is_ok_and(|url| matches!(url.scheme(), "http" | "https")) {
             return Err(Failure::usage(format!("not an address of a server: {base}"))
                 .hint("give --server or BATCH_SERVER as http://HOST:PORT"));
         }
@@ -67,6 +74,26 @@ impl Client {
     /// The server's address.
     pub(crate) fn base(&self) -> &str {
         &self.base
+    }
+
+    /// Waits for a server of this machine that was started a moment ago (`batch serve &`) and
+    /// does not listen yet. Any answer will do, and a server elsewhere is not waited for.
+    pub(crate) async fn wait_for_start(&self, app: &App) -> Result {
+        let host = reqwest::Url::parse(&self.base).ok().and_then(|url| url.host_str().map(str::to_owned));
+        let local = host.is_some_and(|host| matches!(host.as_str(), "localhost" | "127.0.0.1" | "[::1]"));
+        let limit = app.globals.timeout.map_or(START_MAX, |limit| limit.min(START_MAX));
+        let start = tokio::time::Instant::now();
+        loop {
+            let sent = self.request(Method::GET, "/ping").timeout(LOOK_TIMEOUT).send().await;
+            match sent {
+                Err(err) if local && err.is_connect() && start.elapsed() < limit => {}
+                _ => return Ok(()),
+            }
+            if start.elapsed() < START_LOOK_EVERY {
+                app.ui.say(format!("waiting for a server at {}, for up to {}", self.base, human::duration(limit)));
+            }
+            tokio::time::sleep(START_LOOK_EVERY).await;
+        }
     }
 
     /// `GET path` as JSON.
@@ -206,27 +233,43 @@ fn header(response: &Response, name: &str) -> Option<String> {
 /// Turns a non-2xx answer into a failure with the matching exit code.
 async fn refusal(response: Response) -> Failure {
     let status = response.status();
-    let request_id = header(&response, "x-request-id");
+    let (request_id, retry_after) = (header(&response, "x-request-id"), header(&response, "retry-after"));
     let body = response.bytes().await.unwrap_or_default();
     let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
     let error = &body["error"];
     let message = error["message"].as_str().or_else(|| body["detail"].as_str()).unwrap_or("no reason was given");
+    // It stands on a line of its own.
+    let message = match &request_id {
+        Some(id) => message.strip_suffix(&format!("; request id: {id}")).unwrap_or(message),
+        None => message,
+    };
     let exit = match status.as_u16() {
         401 | 403 => Exit::Auth,
         404 => Exit::NotFound,
         400 | 413 | 415 | 422 => Exit::InvalidInput,
         _ => Exit::Failure,
     };
-    let mut failure =
-        Failure::new(exit, format!("the server answered {}: {message}", status.as_u16())).request_id(request_id);
-    if let Some(code) = error["code"].as_str() {
+    let code = error["code"].as_str().or_else(|| body["code"].as_str());
+    let in_words = code.map_or(String::new(), |code| format!(" {code}"));
+    let mut failure = Failure::new(exit, format!("the server answered {}{in_words}: {message}", status.as_u16()))
+        .request_id(request_id);
+    if let Some(code) = code {
         failure = failure.code(code);
     }
     if let Some(param) = error["param"].as_str() {
         failure = failure.note(format!("= parameter: {param}"));
     }
+    let did_nothing = matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE);
+    if status.is_client_error() || did_nothing {
+        failure = failure.refusal();
+    }
     match exit {
         Exit::Auth => failure.hint("give the key with --api-key-file PATH or BATCH_API_KEY"),
+        _ if did_nothing => {
+            let when = retry_after.and_then(|text| text.parse().ok()).map(Duration::from_secs);
+            let when = when.map_or("later".to_owned(), |after| format!("in {}", human::duration(after)));
+            failure.hint(format!("it passes, and nothing was done: the same command may succeed {when}"))
+        }
         _ => failure,
     }
 }

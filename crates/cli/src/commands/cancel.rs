@@ -37,8 +37,8 @@ pub(crate) async fn run(args: CancelArgs, app: &App) -> Result {
         .code("batch_ended"));
     }
     if counts.status != "cancelled" {
-        let unfinished = human::count(counts.total.saturating_sub(counts.done));
-        app.ui.confirm(&format!("cancel {} ({unfinished} requests unfinished)", short_id(&id)))?;
+        let unfinished = human::counted(counts.total.saturating_sub(counts.done), "request");
+        app.ui.confirm(&format!("cancel {} ({unfinished} unfinished)", short_id(&id)))?;
     }
     let mode = if args.now { "now" } else { "drain" };
     let batch = client.post(&format!("{path}/cancel"), &json!({"mode": mode}), None).await?;

@@ -1,5 +1,4 @@
-//! `batch errors`: failures grouped by code, with one example each and the command
-//! that runs that group again.
+//! `batch errors`: failures grouped by code, with one example each and what to do.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +10,7 @@ use crate::client::{Client, ids, wait};
 use crate::error::Result;
 use crate::output::table::Column;
 use crate::output::{Field, human, plain};
-use crate::{batches, progress::short_id};
+use crate::{batches, progress::short_id, remedy};
 
 /// Items in a page.
 const PAGE: u64 = 1_000;
@@ -36,40 +35,54 @@ const COLUMNS: &[Field] = &[
     Field { column: Column::shrink("MESSAGE"), cell: |group, _| plain(&group["example"]["message"]) },
 ];
 
+/// Requests that ended with one code.
 #[derive(Debug, Default)]
-struct Group {
+pub(crate) struct Group {
     count: u64,
+    /// Index and HTTP status of the first one.
     first: Option<u64>,
+    status: Option<u64>,
 }
 
 pub(crate) async fn run(args: ErrorsArgs, app: &App) -> Result {
     let client = app.client()?;
     let id = ids::resolve(&client, &args.id).await?;
     let batch = client.get(&format!("/v1/batches/{id}"), &[]).await?;
-    let mut groups: BTreeMap<String, Group> = BTreeMap::new();
-    for state in ["failed", "expired", "cancelled"] {
-        count(&client, &id, state, &mut groups).await?;
-    }
+    let groups = groups(&client, &id).await?;
     let mut rows = Vec::new();
     for (code, group) in &groups {
         let example = match group.first {
             Some(index) => example(&client, &id, index).await?,
             None => Value::Null,
         };
-        rows.push(json!({"id": code, "code": code, "count": group.count, "example": example,
-            "retry": format!("batch retry {} --error-code {code}", wait::lookup_id(&id))}));
+        let retry = format!("batch retry {} --error-code {code}", wait::lookup_id(&id));
+        let remedy = remedy::of(code, group.status, &retry);
+        rows.push(json!({"id": code, "code": code, "count": group.count, "http_status": group.status,
+            "example": example, "remedy": remedy, "retry": remedy.contains(&retry).then_some(retry)}));
     }
     rows.sort_by_key(|row| std::cmp::Reverse(row["count"].as_u64()));
-    app.ui.rows(&rows, COLUMNS)?;
+    // An empty table's head above the reason would hide it.
+    if !rows.is_empty() || app.ui.format.is_some() || app.ui.fields.is_some() {
+        app.ui.rows(&rows, COLUMNS)?;
+    }
     if !batch["errors"].is_null() {
         app.ui.summary(format!("{} never ran: its file is not valid\n{}", short_id(&id), batches::problems(&batch)));
     } else if rows.is_empty() {
         app.ui.say(format!("no failure in {}", short_id(&id)));
     }
     for row in &rows {
-        app.ui.say(format!("run again: {}", plain(&row["retry"])));
+        app.ui.say(format!("{}: {}", plain(&row["code"]), plain(&row["remedy"])));
     }
     Ok(())
+}
+
+/// The failures of a batch by their code.
+pub(crate) async fn groups(client: &Client, id: &str) -> Result<BTreeMap<String, Group>> {
+    let mut groups = BTreeMap::new();
+    for state in ["failed", "expired", "cancelled"] {
+        count(client, id, state, &mut groups).await?;
+    }
+    Ok(groups)
 }
 
 async fn count(client: &Client, id: &str, state: &str, groups: &mut BTreeMap<String, Group>) -> Result {
@@ -87,7 +100,9 @@ async fn count(client: &Client, id: &str, state: &str, groups: &mut BTreeMap<Str
             };
             let group = groups.entry(code).or_default();
             group.count += 1;
-            group.first = group.first.or(item["index"].as_u64());
+            if group.first.is_none() {
+                (group.first, group.status) = (item["index"].as_u64(), item["http_status"].as_u64());
+            }
         }
         let last = items.last().and_then(|item| item["index"].as_u64());
         match last {

@@ -6,11 +6,11 @@ use clap::{Args, Subcommand};
 use overnight_types::Timestamp;
 use serde_json::Value;
 
-use crate::App;
 use crate::client::download::{self, Target};
 use crate::error::{Exit, Failure, Result};
 use crate::output::table::Column;
 use crate::output::{Field, human, plain};
+use crate::{App, outputs};
 
 /// Arguments of `batch files`.
 #[derive(Debug, Args)]
@@ -99,6 +99,7 @@ pub(crate) async fn run(args: FilesArgs, app: &App) -> Result {
             show_one(&file, app)
         }
         FilesCommand::Get { id, output_file, resume } => {
+            outputs::check(&[&output_file], &[])?;
             let object = client.get(&format!("/v1/files/{}", checked(&id)?), &[]).await?;
             let target = Target::new(&output_file, resume)?;
             if app.ui.is_json() && target.is_stdout() {
@@ -111,6 +112,8 @@ pub(crate) async fn run(args: FilesArgs, app: &App) -> Result {
         }
         FilesCommand::Rm { id } => {
             let id = checked(&id)?;
+            // What is not there needs no question.
+            client.get(&format!("/v1/files/{id}"), &[]).await?;
             app.ui.confirm(&format!("delete {id}"))?;
             let gone = client.delete(&format!("/v1/files/{id}")).await?;
             if app.ui.is_json() {

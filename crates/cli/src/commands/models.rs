@@ -100,8 +100,12 @@ pub(crate) async fn run(args: ModelsArgs, app: &App) -> Result {
                     "source": model.source, "files": model.files});
                 app.ui.record(&record, COLUMNS, String::new)?;
             }
-            app.ui
-                .say(format!("next: batch serve --model {name}   or   batch run IN.jsonl -o OUT.jsonl --model {name}"));
+            app.ui.say(match models::not_served(&path) {
+                Some(why) => format!("the engine here cannot serve it: {why}"),
+                None => {
+                    format!("next: batch serve --model {name}   or   batch run IN.jsonl -o OUT.jsonl --model {name}")
+                }
+            });
             Ok(())
         }
         ModelsCommand::Rm { name } => {

@@ -24,7 +24,7 @@ pub(crate) struct ResumeArgs {
     #[arg(long, conflicts_with = "id")]
     all_interrupted: bool,
     /// The new window of a re-opened batch, for example 24h
-    #[arg(long, value_name = "DURATION")]
+    #[arg(long, value_name = "DURATION", value_parser = super::submit::window)]
     window: Option<String>,
     /// Wait until it has ended; the exit code says how
     #[arg(long)]

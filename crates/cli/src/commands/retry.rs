@@ -5,8 +5,9 @@ use serde_json::{Value, json};
 
 use crate::App;
 use crate::batches;
-use crate::client::{ids, wait};
-use crate::error::{Failure, Result};
+use crate::client::{Client, ids, wait};
+use crate::commands::errors;
+use crate::error::{Exit, Failure, Result};
 use crate::output::{human, plain};
 use crate::progress::{Counts, short_id};
 use crate::state;
@@ -32,7 +33,7 @@ pub(crate) struct RetryArgs {
     #[arg(long)]
     new_batch: bool,
     /// The new window, for example 24h
-    #[arg(long, value_name = "DURATION")]
+    #[arg(long, value_name = "DURATION", value_parser = super::submit::window)]
     window: Option<String>,
     /// Only say what would run
     #[arg(short = 'n', long)]
@@ -49,7 +50,7 @@ pub(crate) async fn run(args: RetryArgs, app: &App) -> Result {
     let id = ids::resolve(&client, &args.id).await?;
     let before = client.get(&format!("/v1/batches/{id}"), &[]).await?;
     if !wait::is_terminal(&Counts::of(&before).status) {
-        return Err(Failure::new(crate::error::Exit::Failure, format!("{} has not ended yet", short_id(&id)))
+        return Err(Failure::new(Exit::Failure, format!("{} has not ended yet", short_id(&id)))
             .code("batch_busy")
             .hint(format!("batch status {} --wait, then retry", wait::lookup_id(&id))));
     }
@@ -67,7 +68,10 @@ pub(crate) async fn run(args: RetryArgs, app: &App) -> Result {
     let mut question = body.clone();
     question["dry_run"] = Value::Bool(true);
     // The server chooses, so only it can say how many; it also names an id that it does not know.
-    let plan = client.post(&path, &question, None).await?;
+    let plan = match client.post(&path, &question, None).await {
+        Ok(plan) => plan,
+        Err(failure) => return Err(explained(failure, &args, &id, &client).await),
+    };
     let num = human::count(plan["will_run"].as_u64().unwrap_or(0));
     if args.dry_run {
         app.ui.summary(format!("{num} would run: {}; nothing was changed", chosen(&args)));
@@ -87,6 +91,24 @@ pub(crate) async fn run(args: RetryArgs, app: &App) -> Result {
     app.ui.record(&batch, batches::COLUMNS, || batches::card(&batch))?;
     app.ui.say(format!("next: batch status {} --watch", wait::lookup_id(&new_id)));
     Ok(())
+}
+
+/// A custom id or a code that the batch does not have is a thing not found; the codes that
+/// there are help more than the news that this one is not.
+async fn explained(failure: Failure, args: &RetryArgs, id: &str, client: &Client) -> Failure {
+    if failure.has_code("not_found") {
+        return failure.exit(Exit::NotFound);
+    }
+    if !failure.has_code("nothing_to_resume") || args.error_code.is_empty() {
+        return failure;
+    }
+    let Ok(groups) = errors::groups(client, id).await else { return failure };
+    let codes: Vec<&str> = groups.keys().map(String::as_str).take(20).collect();
+    let hint = match codes.is_empty() {
+        true => "every request of it succeeded".to_owned(),
+        false => format!("its codes: {}", codes.join(", ")),
+    };
+    failure.exit(Exit::NotFound).hint(hint)
 }
 
 /// The choice in words: requests that meet every condition.

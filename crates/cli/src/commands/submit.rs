@@ -6,20 +6,20 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use overnight_types::Endpoint;
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 use crate::App;
 use crate::batches;
 use crate::client::Client;
-use crate::client::download::hex;
+use crate::client::download::sha256_of;
 use crate::client::wait::{self, Waiting};
 use crate::commands::prepare::{OnInvalid, parse_endpoint};
 use crate::commands::results::{self, ResultsArgs};
+use crate::config::Loaded;
 use crate::error::{Exit, Failure, Result};
 use crate::output::{human, plain};
-use crate::state;
-use crate::validation::{self, Input};
+use crate::validation::{self, Bodies, Door, Input};
+use crate::{outputs, state};
 
 /// Lines that are kept by number so that they can be left out.
 const SKIPPED_MAX: usize = 1_000_000;
@@ -37,7 +37,7 @@ pub(crate) struct SubmitArgs {
     #[arg(long)]
     model: Option<String>,
     /// How long it may take, 5m to 30d
-    #[arg(long, default_value = "24h", value_name = "DURATION")]
+    #[arg(long, default_value = "24h", value_name = "DURATION", value_parser = window)]
     window: String,
     /// Lower runs first
     #[arg(long, allow_negative_numbers = true)]
@@ -74,6 +74,44 @@ pub(crate) struct SubmitArgs {
     on_invalid: OnInvalid,
 }
 
+/// A window that the server takes, before anything is uploaded for it.
+pub(crate) fn window(text: &str) -> Result<String, String> {
+    overnight_api::check_window(text).map(|()| text.to_owned())
+}
+
+impl SubmitArgs {
+    fn waits(&self) -> bool {
+        self.wait || self.watch || self.results.is_some()
+    }
+}
+
+/// Where each file's invalid lines go: a name of its own for each.
+fn places_of_asides(args: &SubmitArgs) -> Vec<PathBuf> {
+    let mut places: Vec<PathBuf> = Vec::new();
+    for file in &args.files {
+        let label = if file == "-" { "stdin".into() } else { file.to_string_lossy() };
+        let first = outputs::beside_output(args.results.as_deref(), &label, "invalid");
+        let numbered =
+            (2..).map(|number| outputs::beside_output(args.results.as_deref(), &label, &format!("{number}.invalid")));
+        let free = std::iter::once(first).chain(numbered).find(|place| !places.contains(place));
+        places.extend(free);
+    }
+    places
+}
+
+fn check_outputs(args: &SubmitArgs, asides: &[PathBuf]) -> Result {
+    let errors = args.results.as_ref().map(|path| outputs::beside(path, "errors"));
+    let mut paths: Vec<&Path> = args.results.iter().map(PathBuf::as_path).collect();
+    if args.results.as_ref().is_some_and(|path| path.as_os_str() != "-") {
+        paths.extend(errors.as_deref());
+    }
+    if args.on_invalid == OnInvalid::Skip && !args.dry_run && !args.validate_only {
+        paths.extend(asides.iter().map(PathBuf::as_path));
+    }
+    let inputs: Vec<&OsStr> = args.files.iter().map(OsString::as_os_str).collect();
+    outputs::check(&paths, &inputs)
+}
+
 /// A checked file, ready to send.
 struct Ready {
     input: Input,
@@ -90,15 +128,21 @@ pub(crate) async fn run(args: SubmitArgs, app: &App) -> Result {
     if args.split == Some(0) {
         return Err(Failure::usage("--split must be at least 1"));
     }
+    let asides = places_of_asides(&args);
+    check_outputs(&args, &asides)?;
+    let bodies = Bodies::of(&Loaded::read(&app.globals, Vec::new())?.config);
     // All files are checked before anything is sent.
     let mut ready = Vec::new();
-    for file in &args.files {
-        ready.push(check(file, &args, app).await?);
+    for (file, aside) in args.files.iter().zip(&asides) {
+        ready.push(check(file, aside, bodies, &args, app).await?);
     }
     if args.dry_run || args.validate_only {
         return describe(&ready, &args, app);
     }
     let client = app.client()?;
+    if args.waits() {
+        client.wait_for_start(app).await?;
+    }
     let key = args.idempotency_key.clone().unwrap_or_else(|| format!("cli-{}", Uuid::now_v7().simple()));
     let mut made = Vec::new();
     for (index, file) in ready.into_iter().enumerate() {
@@ -118,11 +162,11 @@ fn metadata(pairs: &[String]) -> Result<Value> {
     Ok(if map.is_empty() { Value::Null } else { Value::Object(map) })
 }
 
-async fn check(file: &OsStr, args: &SubmitArgs, app: &App) -> Result<Ready> {
+async fn check(file: &OsStr, aside: &Path, bodies: Bodies, args: &SubmitArgs, app: &App) -> Result<Ready> {
     let input = Input::open(file).await?;
     let endpoint = validation::endpoint(&input, args.endpoint)?;
     let kept = if args.on_invalid == OnInvalid::Skip { SKIPPED_MAX } else { 1_000 };
-    let report = validation::check(&input, endpoint, kept).await?;
+    let report = validation::check(&input, endpoint, kept, bodies).await?;
     let model = report.model.clone();
     if let (Some(wanted), Some(found)) = (&args.model, &model)
         && wanted != found
@@ -132,28 +176,32 @@ async fn check(file: &OsStr, args: &SubmitArgs, app: &App) -> Result<Ready> {
             .note(format!("--> {}", input.label))
             .hint("leave --model out, or make the lines with `batch prepare --model`"));
     }
+    if args.validate_only && report.num_body_findings > 0 {
+        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT, Door::Submit));
+    }
+    validation::warn_of_bodies(&input, &report, &app.ui);
     if report.is_valid() {
         return Ok(Ready { input, endpoint, requests: report.requests, model });
     }
     if args.on_invalid == OnInvalid::Fail || report.findings.total as usize > SKIPPED_MAX {
-        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
+        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT, Door::Submit));
     }
     if args.dry_run || args.validate_only {
         let bad = validation::bad_lines(&report).len() as u64;
-        app.ui.summary(format!("{} lines of {} would be set aside", human::count(bad), input.label));
+        app.ui.summary(format!("{} of {} would be set aside", human::counted(bad, "line"), input.label));
         return Ok(Ready { input, endpoint, requests: report.requests.saturating_sub(bad), model });
     }
-    let cleaned = validation::without_invalid(&input, &report)?;
+    let cleaned = validation::without_invalid(&input, &report, aside, Door::Submit)?;
     let requests = report.requests.saturating_sub(cleaned.num_aside);
     if requests == 0 {
-        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
+        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT, Door::Submit));
     }
     app.ui.summary(format!(
-        "{} lines of {} are not valid and are in {} with their reasons; the other {} are submitted",
-        human::count(cleaned.num_aside),
+        "not valid: {} of {}, now in {} with the reasons; submitted: the other {}",
+        human::counted(cleaned.num_aside, "line"),
         input.label,
-        cleaned.aside.display(),
-        human::count(requests)
+        aside.display(),
+        human::counted(requests, "request")
     ));
     Ok(Ready { input: cleaned.input, endpoint, requests, model })
 }
@@ -169,9 +217,9 @@ fn describe(ready: &[Ready], args: &SubmitArgs, app: &App) -> Result {
         .collect();
     for row in &rows {
         app.ui.summary(format!(
-            "{}: valid, {} requests for {}, model {}; nothing was sent",
+            "{}: valid, {} for {}, model {}; nothing was sent",
             plain(&row["file"]),
-            human::count(row["requests"].as_u64().unwrap_or(0)),
+            human::counted(row["requests"].as_u64().unwrap_or(0), "request"),
             plain(&row["endpoint"]),
             plain(&row["model"])
         ));
@@ -209,10 +257,7 @@ async fn send(
         let key = if several { format!("{key}-part{index}") } else { key.to_owned() };
         let batch = match client.post("/v1/batches", &body, Some(&key)).await {
             Ok(batch) => batch,
-            Err(failure) if failure.has_code("idempotency_key_reused") => {
-                return Err(key_is_taken(client, &uploaded, is_new, failure).await);
-            }
-            Err(failure) => return Err(failure),
+            Err(failure) => return Err(refused(client, &uploaded, is_new, failure).await),
         };
         state::remember(client.base(), &plain(&batch["id"]));
         // The id is out as soon as there is one: a later failure must not hide it.
@@ -258,22 +303,23 @@ async fn equal_upload(client: &Client, path: &Path, name: &str) -> Result<Option
     }
 }
 
-fn sha256_of(path: &Path) -> Result<String> {
-    let mut hash = Sha256::new();
-    std::io::copy(&mut std::fs::File::open(path)?, &mut hash)?;
-    Ok(hex(&hash.finalize()))
-}
-
-/// The key belongs to another submit: what was uploaded for this one goes again.
-async fn key_is_taken(client: &Client, uploaded: &str, is_new: bool, failure: Failure) -> Failure {
-    if is_new && let Err(kept) = client.delete(&format!("/v1/files/{uploaded}")).await {
+/// The server made no batch: what was uploaded for it goes again. After trouble without
+/// an answer nobody knows, so the upload stays.
+async fn refused(client: &Client, uploaded: &str, is_new: bool, failure: Failure) -> Failure {
+    if is_new
+        && failure.is_refusal()
+        && let Err(kept) = client.delete(&format!("/v1/files/{uploaded}")).await
+    {
         tracing::debug!("the upload {uploaded} stays: {}", kept.message());
     }
-    failure.hint("the key was used for another file or other parameters: choose another --idempotency-key")
+    if failure.has_code("idempotency_key_reused") {
+        return failure.hint("the key was used for another file or other parameters: choose another --idempotency-key");
+    }
+    failure
 }
 
 async fn report(args: &SubmitArgs, made: &[Value], client: &Client, app: &App) -> Result {
-    let waits = args.wait || args.watch || args.results.is_some();
+    let waits = args.waits();
     let mut ended = made.to_vec();
     if waits {
         let waiting = Waiting { interval: wait::INTERVAL, timeout: app.globals.timeout };
@@ -297,8 +343,14 @@ async fn report(args: &SubmitArgs, made: &[Value], client: &Client, app: &App) -
     {
         let arguments = ResultsArgs::plain(plain(&batch["id"]), path.clone());
         results::write(&arguments, batch, client, app).await?;
+        if path.as_os_str() != "-" {
+            let completed = batch["request_counts"]["completed"].as_u64().unwrap_or(0);
+            app.ui.summary(format!("{} in {}", human::counted(completed, "answer"), path.display()));
+        }
     }
-    for batch in &ended {
+    // Whose results are written already needs no command that writes them.
+    let are_left = |batch: &&Value| args.results.is_none() || wait::exit_of(batch) != Exit::Success;
+    for batch in ended.iter().filter(are_left) {
         app.ui.say(format!("next: {}", batches::next_step(batch)));
     }
     if !waits {

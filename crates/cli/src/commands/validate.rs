@@ -4,13 +4,13 @@ use std::ffi::OsString;
 
 use clap::Args;
 use overnight_types::Endpoint;
-use serde_json::Value;
 
 use crate::App;
 use crate::commands::prepare::parse_endpoint;
+use crate::config::Loaded;
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
-use crate::validation::{self, Input};
+use crate::validation::{self, Bodies, Door, Input};
 
 /// Arguments of `batch validate`.
 #[derive(Debug, Args)]
@@ -26,29 +26,31 @@ pub(crate) struct ValidateArgs {
 }
 
 pub(crate) async fn run(args: ValidateArgs, app: &App) -> Result {
+    let bodies = Bodies::of(&Loaded::read(&app.globals, Vec::new())?.config);
     let input = Input::open(&args.file).await?;
     let endpoint = validation::endpoint(&input, args.endpoint)?;
     let shown = usize::try_from(args.max_errors).unwrap_or(usize::MAX).max(1);
     let kept = if app.ui.is_json() { 1_000 } else { shown };
-    let report = validation::check(&input, endpoint, kept).await?;
-    let record = validation::to_json(&report);
+    let report = validation::check(&input, endpoint, kept, bodies).await?;
     if app.ui.is_json() {
-        app.ui.data(&format!("{record}\n"))?;
-        if report.is_valid() {
+        app.ui.data(&format!("{}\n", report.to_json(Some(bodies.unchecked()))))?;
+        if report.is_clean() {
             return Ok(());
         }
-        let total = record["errors"]["total"].as_u64().unwrap_or(0);
-        return Err(Failure::new(Exit::InvalidInput, format!("{} problems in {}", human::count(total), input.label)));
+        let total = human::counted(report.findings.total + report.num_body_findings, "problem");
+        return Err(Failure::new(Exit::InvalidInput, format!("{total} in {}", input.label)));
     }
-    if !report.is_valid() {
-        return Err(validation::failure(&input, &report, shown));
+    if !report.is_clean() {
+        return Err(validation::failure(&input, &report, shown, Door::Validate));
     }
-    let model = report.model.as_deref().map_or(Value::Null, Value::from);
     app.ui.data(&format!(
-        "valid: {} requests for {endpoint}, model {}\n",
-        human::count(report.requests),
-        crate::output::escape(model.as_str().unwrap_or("–"))
+        "valid: {} for {endpoint}, model {}\n",
+        human::counted(report.requests, "request"),
+        crate::output::escape(report.model.as_deref().unwrap_or("–"))
     ))?;
-    app.ui.say(format!("next: batch submit {} --watch", input.label));
+    app.ui.say(format!("not checked: {}", bodies.unchecked()));
+    if !input.is_stdin() {
+        app.ui.say(format!("next: batch submit {} --watch", input.label));
+    }
     Ok(())
 }

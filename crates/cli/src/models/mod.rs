@@ -119,6 +119,23 @@ pub(crate) fn find(config: &Config, model: &str) -> Result<Found> {
     Err(failure.hint("give a folder of safetensors, a GGUF file, or a name that `batch models list` shows"))
 }
 
+/// Whether chats can be rendered for a model: by its own template, or by that of
+/// `engine.chat_template`. `None` when the model is not here, or does not tell.
+pub(crate) fn has_chat_template(config: &Config, model: &str) -> Option<bool> {
+    if config.engine.source.chat_template.is_some() {
+        return Some(true);
+    }
+    overnight_engine::text::Text::has_template_at(&find(config, model).ok()?.path).ok()
+}
+
+/// Why the engine here cannot run the model in this folder; `None` when it can, or when
+/// only loading tells.
+pub(crate) fn not_served(path: &Path) -> Option<String> {
+    let config = std::fs::read(path.join("config.json")).ok()?;
+    let config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(&config).ok()?;
+    overnight_engine::model::config::ModelConfig::from_json(&config).err().map(|err| err.to_string())
+}
+
 /// A model of one GGUF file is loaded from that file, any other from its folder.
 fn load_path(folder: &Path, model: &PulledModel) -> PathBuf {
     match model.files.as_slice() {

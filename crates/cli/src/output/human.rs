@@ -17,6 +17,16 @@ pub(crate) fn count(value: u64) -> String {
     text
 }
 
+/// `1 request`, `41,208 requests`.
+pub(crate) fn counted(value: u64, one: &str) -> String {
+    counted_as(value, one, &format!("{one}s"))
+}
+
+/// The same for a word whose plural is another.
+pub(crate) fn counted_as(value: u64, one: &str, many: &str) -> String {
+    format!("{} {}", count(value), if value == 1 { one } else { many })
+}
+
 /// A rate or another rough number: `412`, `51.3k`, `2.2M`.
 pub(crate) fn rough(value: f64) -> String {
     match value {

@@ -208,7 +208,7 @@ fn row_that_cannot_be_used_is_named_and_set_aside() {
     assert!(!home.path().join("items.jsonl").exists(), "nothing was written");
     home.batch(&["prepare", "rows.jsonl", "-o", "items.jsonl", "--model", "m", "--on-invalid", "skip"]).expect(0);
     assert_eq!(home.read("items.jsonl").lines().count(), 2);
-    assert!(home.read("rows.jsonl.invalid.jsonl").contains("\"line\":2"));
+    assert!(home.read("items.invalid.jsonl").contains("\"line\":2"));
 }
 
 #[test]
@@ -230,9 +230,9 @@ fn dry_run_sets_nothing_aside() {
     let home = Home::new();
     home.file("in.jsonl", &(items(3, "m") + "broken\n"));
     let said = home.batch(&["submit", "in.jsonl", "--on-invalid", "skip", "--dry-run"]).expect(0);
-    assert!(said.stderr.contains("1 lines of in.jsonl would be set aside"), "{said:?}");
+    assert!(said.stderr.contains("1 line of in.jsonl would be set aside"), "{said:?}");
     assert!(said.stderr.contains("3 requests"), "{said:?}");
-    assert!(!home.path().join("in.jsonl.invalid.jsonl").exists());
+    assert!(!home.path().join("in.invalid.jsonl").exists());
 }
 
 #[test]

@@ -60,6 +60,11 @@ fn special_tokens(folder: &Path, tokenizer: &HuggingFace, config: &Value) -> Res
     })
 }
 
+/// Whether a model folder has a chat template; its vocabulary is not read.
+pub(super) fn has_chat_template(folder: &Path) -> Result<bool, TextError> {
+    Ok(chat_template(folder, &read_json(folder, "tokenizer_config.json")?)?.is_some())
+}
+
 /// `chat_template.jinja` before the entry of `tokenizer_config.json`; of several named ones, `default`.
 fn chat_template(folder: &Path, config: &Value) -> Result<Option<(String, String)>, TextError> {
     let path = folder.join("chat_template.jinja");

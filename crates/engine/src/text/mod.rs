@@ -98,6 +98,17 @@ impl Text {
         vocabulary::load(gguf)
     }
 
+    /// Whether the model at this path, a folder or a GGUF file, has a chat template. A look
+    /// at its head alone, for what is made before a model is loaded.
+    pub fn has_template_at(path: &Path) -> Result<bool, TextError> {
+        if path.is_dir() {
+            return folder::has_chat_template(path);
+        }
+        let gguf = Gguf::open(path)
+            .map_err(|err| TextError::Load { from: path.display().to_string(), what: err.to_string() })?;
+        Ok(vocabulary::has_chat_template(&gguf))
+    }
+
     /// Whether a chat template parses; for a check before a model is loaded.
     pub fn check_chat_template(source: &str) -> Result<(), TemplateError> {
         Template::parse(source.to_owned()).map(drop)

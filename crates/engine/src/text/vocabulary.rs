@@ -57,6 +57,14 @@ struct Vocabulary<'a> {
     kinds: Vec<TokenKind>,
 }
 
+/// The key of a chat template.
+const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+
+/// Whether the file carries a chat template.
+pub(super) fn has_chat_template(gguf: &Gguf) -> bool {
+    gguf.get(CHAT_TEMPLATE).and_then(Value::as_str).is_some()
+}
+
 pub(super) fn load(gguf: &Gguf) -> Result<Text, TextError> {
     let from = gguf.path().display().to_string();
     let missing = |key: &str| TextError::Load { from: from.clone(), what: format!("it has no {key}") };
@@ -84,7 +92,7 @@ pub(super) fn load(gguf: &Gguf) -> Result<Text, TextError> {
             return Err(TextError::Load { from, what });
         }
     };
-    let template = match gguf.get("tokenizer.chat_template").and_then(Value::as_str) {
+    let template = match gguf.get(CHAT_TEMPLATE).and_then(Value::as_str) {
         Some(source) => Some(
             Template::parse(source.to_owned())
                 .map_err(|err| TextError::Load { from: from.clone(), what: format!("chat template: {err}") })?,

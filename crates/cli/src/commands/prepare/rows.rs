@@ -16,6 +16,8 @@ pub(crate) enum InputFormat {
     Csv,
     /// Tab-separated with a head.
     Tsv,
+    /// Separated by semicolons, with a head.
+    Semicolons,
     /// One JSON object or string per line.
     Jsonl,
 }
@@ -50,6 +52,7 @@ pub(crate) fn read(
     match format {
         InputFormat::Csv => read_separated(b',', input, each),
         InputFormat::Tsv => read_separated(b'\t', input, each),
+        InputFormat::Semicolons => read_separated(b';', input, each),
         InputFormat::Text => read_lines(input, line_bytes_max, each, &|text| {
             Ok(Content::Fields(Map::from_iter([("text".to_owned(), Value::from(text))])))
         }),
@@ -61,6 +64,8 @@ pub(crate) fn read(
 pub(crate) fn guess(name: &str, first: &[u8]) -> InputFormat {
     let extension = name.rsplit_once('.').map_or("", |(_, extension)| extension).to_ascii_lowercase();
     match extension.as_str() {
+        // As spreadsheets write it where the comma stands in numbers.
+        "csv" if head_has_only_semicolons(first) => InputFormat::Semicolons,
         "csv" => InputFormat::Csv,
         "tsv" => InputFormat::Tsv,
         "jsonl" | "ndjson" | "json" => InputFormat::Jsonl,
@@ -71,6 +76,11 @@ pub(crate) fn guess(name: &str, first: &[u8]) -> InputFormat {
             if opening == Some(&b'{') { InputFormat::Jsonl } else { InputFormat::Text }
         }
     }
+}
+
+fn head_has_only_semicolons(first: &[u8]) -> bool {
+    let head = first.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    head.contains(&b';') && !head.contains(&b',')
 }
 
 fn skip_bom(input: &mut dyn BufRead) -> Result {
@@ -112,7 +122,7 @@ fn read_lines(
         let raw = String::from_utf8_lossy(text).into_owned();
         let content = match std::str::from_utf8(text) {
             Ok(text) => parse(text),
-            Err(err) => Err(format!("not UTF-8 at byte {}", err.valid_up_to())),
+            Err(err) => Err(format!("not UTF-8 at byte {} of the line", err.valid_up_to() + 1)),
         };
         each(Row { line, content, raw })?;
     }
@@ -172,7 +182,11 @@ fn read_separated(delimiter: u8, input: &mut dyn BufRead, each: &mut dyn FnMut(R
         }
         let line = record.position().map_or(0, csv::Position::line);
         let cells: Vec<String> = record.iter().map(|cell| String::from_utf8_lossy(cell).into_owned()).collect();
-        let raw = cells.join(if delimiter == b'\t' { "\t" } else { "," });
+        let raw = cells.join(match delimiter {
+            b'\t' => "\t",
+            b';' => ";",
+            _ => ",",
+        });
         let content = if record.len() != heads.len() {
             Err(format!("{} cells where the head has {}", record.len(), heads.len()))
         } else if let Some(at) = record.iter().position(|cell| std::str::from_utf8(cell).is_err()) {

@@ -12,7 +12,8 @@ struct Wrapper {
 fn prepare(format: InputFormat, input: &[u8], flags: &[&str]) -> (Vec<Value>, Vec<(u64, String)>) {
     let words = ["prepare", "-", "-o", "-", "--model", "m"].iter().chain(flags);
     let args = Wrapper::try_parse_from(words).expect("flags parse").args;
-    let mut preparer = Preparer::new(&args).expect("arguments are valid");
+    let mut preparer =
+        Preparer::new(&args, args.endpoint.unwrap_or(Endpoint::ChatCompletions)).expect("arguments are valid");
     let (mut lines, mut invalid) = (Vec::new(), Vec::new());
     let mut reader = BufReader::with_capacity(7, input);
     rows::read(format, &mut reader, 1_000, &mut |row| {
@@ -40,7 +41,7 @@ fn text_lines_keep_their_physical_numbers() {
     assert_eq!(ids, ["line-000001", "line-000004", "line-000006"]);
     assert_eq!(lines[0]["body"]["messages"][0]["content"], "one");
     assert_eq!(lines[1]["body"]["messages"][0]["content"], "two \u{2028} half");
-    assert_eq!(invalid, [(5, "not UTF-8 at byte 4".to_owned())]);
+    assert_eq!(invalid, [(5, "not UTF-8 at byte 5 of the line".to_owned())]);
 }
 
 #[test]
@@ -85,11 +86,29 @@ fn loose_json_lines_are_made_alike() {
 }
 
 #[test]
-fn missing_field_in_the_template_names_the_row() {
-    let file = template("{{ nothing }}");
-    let (lines, invalid) = prepare(InputFormat::Jsonl, b"{\"a\": 1}\n", &["--template", file.path().to_str().unwrap()]);
+fn missing_names_are_told_with_those_that_there_are() {
+    let file = template("{% set own = 1 %}{{ own }}{{ line }}{{ txet }}");
+    let flags = ["--template", file.path().to_str().unwrap()];
+    let (lines, invalid) = prepare(InputFormat::Jsonl, b"{\"a\": 1, \"text\": \"x\"}\n", &flags);
     assert!(lines.is_empty());
-    assert!(invalid[0].1.contains("undefined"), "{invalid:?}");
+    let (reason, what) = (&invalid[0].1, "the engine names it only as it was built");
+    assert!(reason.starts_with("undefined value") && reason.ends_with("(the row has a, text)"), "{reason}");
+    assert_eq!((reason.matches("txet").count(), reason.contains("own")), (1, false), "{what}: {reason}");
+    for flags in [["--prompt-field", "nope"], ["--id-field", "nope"]] {
+        let (_, invalid) = prepare(InputFormat::Jsonl, b"{\"a\": 1, \"text\": \"x\"}\n", &flags);
+        assert!(invalid[0].1.starts_with("no field \"nope\" (the row has a, text)"), "{invalid:?}");
+    }
+}
+
+#[test]
+fn only_field_is_the_prompt_when_it_is_that_of_the_first_row() {
+    let (lines, invalid) = prepare(InputFormat::Jsonl, b"{\"q\":\"a\"}\n{\"q\":\"b\"}\n{\"other\":\"c\"}\n", &[]);
+    assert_eq!(lines.len(), 2);
+    assert_eq!(invalid[0].0, 3);
+    assert!(invalid[0].1.starts_with("no field \"q\" (the row has other)"), "{invalid:?}");
+    // A number is nobody's prompt, and neither is another field than that of the others.
+    let (lines, invalid) = prepare(InputFormat::Jsonl, b"{\"prompt\":\"a\"}\n{\"nope\":1}\n", &[]);
+    assert_eq!((lines.len(), invalid[0].0), (1, 2));
 }
 
 #[test]
@@ -112,6 +131,9 @@ fn too_long_line_is_named_and_the_next_is_read() {
 fn format_is_guessed_from_name_and_bytes() {
     for (name, first, format) in [
         ("a.csv", "", InputFormat::Csv),
+        ("a.csv", "id;text\n", InputFormat::Semicolons),
+        ("a.csv", "id;x,text\n", InputFormat::Csv),
+        ("a.csv", "id\na;b\n", InputFormat::Csv),
         ("a.TSV", "", InputFormat::Tsv),
         ("a.ndjson", "", InputFormat::Jsonl),
         ("-", "  {\"a\":1}", InputFormat::Jsonl),

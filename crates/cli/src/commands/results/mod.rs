@@ -1,19 +1,20 @@
 //! `batch results`: the published files of an ended batch, or what is committed so
 //! far of a running one.
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use futures::StreamExt;
 use serde_json::{Value, json};
 
-use crate::App;
 use crate::client::download::{self, Sink, Target};
 use crate::client::wait::is_terminal;
 use crate::client::{Client, ids, wait};
 use crate::error::{Exit, Failure, Result};
 use crate::output::{human, plain};
 use crate::progress::{Counts, short_id};
+use crate::{App, outputs};
 
 mod join;
 mod lines;
@@ -107,17 +108,50 @@ impl ResultsArgs {
 }
 
 pub(crate) async fn run(args: ResultsArgs, app: &App) -> Result {
+    check_outputs(&args)?;
     let client = app.client()?;
     let id = ids::resolve(&client, &args.id).await?;
     let batch = client.get(&format!("/v1/batches/{id}"), &[]).await?;
+    refuse_copy_of_input(&args.output_file, &batch, &client).await?;
     write(&args, &batch, &client, app).await?;
     if args.output_file.as_os_str() == "-" {
         return Ok(());
     }
-    let beside = errors_beside(&args.output_file);
+    let beside = outputs::beside(&args.output_file, "errors");
     let record = json!({"id": batch["id"], "status": batch["status"], "output": args.output_file.to_string_lossy(),
         "errors": beside.is_file().then(|| beside.to_string_lossy()), "request_counts": batch["request_counts"]});
     app.ui.json_record(&record).map(drop)
+}
+
+fn check_outputs(args: &ResultsArgs) -> Result {
+    let errors = outputs::beside(&args.output_file, "errors");
+    let mut paths = vec![args.output_file.as_path()];
+    if args.is_raw() && args.only.is_none() && args.output_file.as_os_str() != "-" {
+        paths.push(&errors);
+    }
+    let inputs: Vec<&OsStr> = args.join.iter().map(|path| path.as_os_str()).collect();
+    outputs::check(&paths, &inputs)
+}
+
+/// Which file of this machine a batch was made of nobody noted; one with the very bytes of
+/// its input is taken for it, and not replaced.
+async fn refuse_copy_of_input(output: &Path, batch: &Value, client: &Client) -> Result {
+    let Ok(meta) = std::fs::metadata(output) else { return Ok(()) };
+    let Some(id) = batch["input_file_id"].as_str().filter(|_| meta.is_file()) else { return Ok(()) };
+    // An input that is gone from the server cannot be compared.
+    let Ok(object) = client.get(&format!("/v1/files/{id}"), &[]).await else { return Ok(()) };
+    if object["bytes"].as_u64() != Some(meta.len()) || meta.len() == 0 {
+        return Ok(());
+    }
+    let path = output.to_owned();
+    let hashing = tokio::task::spawn_blocking(move || download::sha256_of(&path)).await;
+    let found = hashing.map_err(|err| Failure::from_error("hash the output that is there", &err))??;
+    if object["sha256"] != found.as_str() {
+        return Ok(());
+    }
+    Err(Failure::usage(format!("{} is the input of this batch: it would be replaced", output.display()))
+        .code("output_is_input")
+        .hint("give the output another name"))
 }
 
 /// Where to; under `--json` the lines of stdout become one array.
@@ -140,7 +174,7 @@ pub(crate) async fn write(args: &ResultsArgs, batch: &Value, client: &Client, ap
             Exit::JobFailed,
             format!("{} never ran: its file is not valid", short_id(&counts.id)),
         )
-        .hint(format!("batch status {} shows the problems", wait::lookup_id(&counts.id))));
+        .hint(format!("`batch errors {}` shows the problems", wait::lookup_id(&counts.id))));
     }
     let ended = is_terminal(&counts.status);
     if let Some(input) = &args.join {
@@ -171,7 +205,7 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
     if args.only.is_some() {
         return Ok(());
     }
-    let beside = errors_beside(&args.output_file);
+    let beside = outputs::beside(&args.output_file, "errors");
     if without_answer == 0 {
         if !to_stdout && args.is_raw() && beside.is_file() {
             // Those of an earlier round, all of which have an answer now.
@@ -181,8 +215,8 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
     }
     if to_stdout || !args.is_raw() {
         app.ui.say(format!(
-            "{} requests have no answer: batch results {} --only failed",
-            human::count(without_answer),
+            "without an answer: {}; batch results {} --only failed",
+            human::counted(without_answer, "request"),
             wait::lookup_id(&failed.id)
         ));
         return Ok(());
@@ -190,21 +224,11 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
     let target = Target::new(&beside, args.resume)?;
     one_file(args, failures, target, client, app).await?;
     app.ui.say(format!(
-        "{} requests have no answer; their lines are in {}",
-        human::count(without_answer),
+        "without an answer: {}; the lines are in {}",
+        human::counted(without_answer, "request"),
         beside.display()
     ));
     Ok(())
-}
-
-/// `out.jsonl` → `out.errors.jsonl`; other names get `.errors.jsonl` added.
-pub(crate) fn errors_beside(path: &std::path::Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    if path.extension().is_some_and(|extension| extension == "jsonl") {
-        name = path.file_stem().unwrap_or_default().to_owned();
-    }
-    name.push(".errors.jsonl");
-    path.with_file_name(name)
 }
 
 async fn one_file(args: &ResultsArgs, id: Option<&str>, target: Target, client: &Client, app: &App) -> Result {
@@ -230,6 +254,7 @@ async fn one_file(args: &ResultsArgs, id: Option<&str>, target: Target, client: 
             sink.write(&writer.line(&line)?)?;
         }
     }
+    writer.warn_of_field(app);
     sink.finish()
 }
 
@@ -286,26 +311,13 @@ async fn pages(args: &ResultsArgs, batch: &Value, client: &Client, app: &App) ->
         }
         if !args.follow {
             app.ui.summary(format!(
-                "the batch still runs: {} lines so far; --follow goes on until its end",
-                human::count(lines_written)
+                "the batch still runs: {} so far; --follow goes on until its end",
+                human::counted(lines_written, "line")
             ));
             break;
         }
         tokio::time::sleep(FOLLOW_EVERY).await;
     }
+    writer.warn_of_field(app);
     sink.finish()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn failed_lines_go_beside_the_output() {
-        for (path, beside) in
-            [("out.jsonl", "out.errors.jsonl"), ("a/b.txt", "a/b.txt.errors.jsonl"), ("x", "x.errors.jsonl")]
-        {
-            assert_eq!(errors_beside(std::path::Path::new(path)), PathBuf::from(beside));
-        }
-    }
 }

@@ -15,12 +15,15 @@ pub(super) struct Writer<'a> {
     terminal: bool,
     /// Each line is a JSON value.
     json: bool,
+    /// Lines written of `--field`, and how many had it.
+    num_lines: u64,
+    num_with_field: u64,
 }
 
 impl<'a> Writer<'a> {
     pub(super) fn new(args: &'a ResultsArgs, to_stdout: bool, app: &App) -> Self {
         let json = to_stdout && app.ui.is_json();
-        Self { args, terminal: to_stdout && !json && app.ui.stdout_is_terminal, json }
+        Self { args, terminal: to_stdout && !json && app.ui.stdout_is_terminal, json, num_lines: 0, num_with_field: 0 }
     }
 
     /// What stands before the first line.
@@ -42,6 +45,13 @@ impl<'a> Writer<'a> {
         ok == (only == Only::Ok)
     }
 
+    /// Says when `--field` names what no line has: a slip of the pen, most likely.
+    pub(super) fn warn_of_field(&self, app: &App) {
+        if let (Some(field), true) = (&self.args.field, self.num_lines > 0 && self.num_with_field == 0) {
+            app.ui.warn(format!("no line has the field {field:?}"));
+        }
+    }
+
     /// The line as it is written.
     pub(super) fn line(&mut self, line: &[u8]) -> Result<Vec<u8>> {
         if self.args.is_raw() {
@@ -50,6 +60,10 @@ impl<'a> Writer<'a> {
         let record: Value =
             serde_json::from_slice(line).map_err(|err| Failure::from_error("read a result line", &err))?;
         let id = plain(&record["custom_id"]);
+        if let Some(field) = &self.args.field {
+            self.num_lines += 1;
+            self.num_with_field += u64::from(lookup(&record, field).is_some());
+        }
         if self.args.format == ResultFormat::Csv {
             if let Some(field) = &self.args.field {
                 return csv_row(&[&id, &lookup(&record, field).map(plain).unwrap_or_default()]);

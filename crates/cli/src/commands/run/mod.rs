@@ -4,7 +4,7 @@
 //! path: the same command again goes on where it was, and repeats no finished request.
 
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -17,16 +17,16 @@ use tokio::time::Instant;
 
 use crate::App;
 use crate::commands::prepare::{OnInvalid, parse_endpoint};
-use crate::commands::results::errors_beside;
 use crate::config::Loaded;
 use crate::error::{Exit, Failure, Result};
 use crate::logging;
 use crate::output::human;
+use crate::outputs;
 use crate::progress::{Beside, Counts, Display, Rate, line};
 use crate::service::flags::EngineFlags;
 use crate::service::late::{self, LateEngine};
 use crate::service::{Place, Stops, clean_up, engine};
-use crate::validation::{self, Input};
+use crate::validation::{self, Bodies, Door, Input};
 
 mod publish;
 mod record;
@@ -74,12 +74,13 @@ pub(crate) async fn run(args: RunArgs, app: &App) -> Result {
     if app.ui.is_json() && args.output_file.as_os_str() == "-" {
         return Err(Failure::usage("--json and the answers do not share stdout").hint("write them with -o PATH"));
     }
+    check_outputs(&args)?;
     let mut stops = Stops::listen()?;
     let mut settings = args.engine.settings()?;
     if app.globals.verbose == 0 {
         // The log of a run is for whoever asks for it; progress and summary say the rest.
         // Under --json stderr holds an error object or nothing.
-        let filter = if app.ui.is_json() { "off" } else { "warn" };
+        let filter = if app.ui.is_json() { "off" } else { "warn,sqlx=error" };
         settings.insert(0, crate::config::Setting::flag("batch run", "log.filter", filter));
     }
     let config = Loaded::read(&app.globals, settings)?.config;
@@ -94,11 +95,33 @@ pub(crate) async fn run(args: RunArgs, app: &App) -> Result {
         job = work(&config, &place, job.id, app, &mut stops).await?;
     }
     let ended = tokio::select! {
-        ended = publish(&place.blobs, &place, &job, &args.output_file, &errors, app) => ended,
+        ended = publish(&place, &job, &args.output_file, &errors, app) => ended,
         _ = stops.next() => Err(interrupted(app, "stopped while writing the answers; the same command writes them")),
     };
     place.store.close().await;
     ended
+}
+
+impl RunArgs {
+    /// As it was given; without a name it is stdin.
+    fn input(&self) -> &OsStr {
+        self.input.as_deref().or(self.input_file.as_deref()).unwrap_or(OsStr::new("-"))
+    }
+
+    /// Where lines of this kind go: `errors` and `invalid`.
+    fn beside(&self, kind: &str) -> PathBuf {
+        let label = if self.input() == "-" { "stdin".into() } else { self.input().to_string_lossy() };
+        outputs::beside_output(Some(&self.output_file), &label, kind)
+    }
+}
+
+fn check_outputs(args: &RunArgs) -> Result {
+    let (errors, invalid) = (args.beside("errors"), args.beside("invalid"));
+    let mut paths = vec![args.output_file.as_path(), &errors];
+    if args.on_invalid == OnInvalid::Skip {
+        paths.push(&invalid);
+    }
+    outputs::check(&paths, &[args.input()])
 }
 
 fn interrupted(app: &App, text: &str) -> Failure {
@@ -109,8 +132,7 @@ fn interrupted(app: &App, text: &str) -> Failure {
 /// Reads and checks the input, opens the data folder and finds or records the job.
 /// Dropped in the middle it leaves nothing that the same command would trip over.
 async fn begin(args: &RunArgs, config: &crate::config::Config, app: &App) -> Result<Begun> {
-    let path = args.input.as_deref().or(args.input_file.as_deref()).unwrap_or(OsStr::new("-"));
-    let input = cleaned(Input::open(path).await?, args, app).await?;
+    let input = cleaned(Input::open(args.input()).await?, args, Bodies::of(config), app).await?;
     let endpoint = validation::endpoint(&input, args.endpoint)?;
     let place = Place::open(config, DataDirUse::Exclusive).await?;
     let identity = identity(&input, endpoint, args, config).await?;
@@ -118,30 +140,29 @@ async fn begin(args: &RunArgs, config: &crate::config::Config, app: &App) -> Res
     if args.retry_failed || matches!(job.state, JobState::Expired | JobState::Cancelled) {
         job = reopen(&place, job, &app.ui).await?;
     }
-    let errors = match args.output_file.as_os_str() == "-" {
-        // Beside nothing: named after the input, in the current folder.
-        true => errors_beside(Path::new(Path::new(&input.label).file_name().unwrap_or(OsStr::new("run")))),
-        false => errors_beside(&args.output_file),
-    };
-    Ok(Begun { place, job, errors })
+    Ok(Begun { place, job, errors: args.beside("errors") })
 }
 
-async fn cleaned(input: Input, args: &RunArgs, app: &App) -> Result<Input> {
+async fn cleaned(input: Input, args: &RunArgs, bodies: Bodies, app: &App) -> Result<Input> {
     let endpoint = validation::endpoint(&input, args.endpoint)?;
     let kept = if args.on_invalid == OnInvalid::Skip { 1_000_000 } else { 1_000 };
-    let report = validation::check(&input, endpoint, kept).await?;
+    let report = validation::check(&input, endpoint, kept, bodies).await?;
+    validation::warn_of_bodies(&input, &report, &app.ui);
     if report.is_valid() {
         return Ok(input);
     }
     if args.on_invalid == OnInvalid::Fail {
-        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT));
+        return Err(validation::failure(&input, &report, validation::SHOWN_DEFAULT, Door::Run));
     }
-    let cutting = tokio::task::spawn_blocking(move || validation::without_invalid(&input, &report)).await;
+    let place = args.beside("invalid");
+    let aside = place.clone();
+    let cutting =
+        tokio::task::spawn_blocking(move || validation::without_invalid(&input, &report, &aside, Door::Run)).await;
     let cleaned = cutting.map_err(|err| Failure::from_error("set the invalid lines aside", &err))??;
     app.ui.summary(format!(
-        "{} lines are not valid and are in {} with their reasons",
-        human::count(cleaned.num_aside),
-        cleaned.aside.display()
+        "not valid: {}, now in {} with the reasons",
+        human::counted(cleaned.num_aside, "line"),
+        place.display()
     ));
     Ok(cleaned.input)
 }
@@ -211,9 +232,6 @@ async fn until_ended(
     let mut rate = Rate::default();
     loop {
         let job = find(place, id).await?;
-        if job.state.is_terminal() {
-            return Ok(job);
-        }
         let progress = place.store.find_progress(id).await.map_err(store_error("read the run's progress"))?;
         let counts = Counts {
             id: id.to_string(),
@@ -222,12 +240,17 @@ async fn until_ended(
             total: progress.counts.total,
             done: progress.counts.total - progress.counts.unfinished(),
             failed: progress.counts.failed,
+            given_up: progress.counts.cancelled + progress.counts.expired,
             tokens: progress.usage.total_tokens(),
         };
         rate.push(start.elapsed(), counts.done, counts.tokens);
         let usage = f64::from(late.status().kv_cache_usage);
         let beside = Beside { kv_cache_usage: Some(usage).filter(|usage| *usage > 0.0), ..Beside::default() };
         display.show(start.elapsed(), &counts.status, &line(&counts, &rate, beside));
+        // Only now, so that the last line that stays shows the end.
+        if job.state.is_terminal() {
+            return Ok(job);
+        }
         if let Some(limit) = timeout.filter(|limit| start.elapsed() >= *limit) {
             return Err(Failure::new(Exit::TimedOut, format!("the run did not end within {}", human::duration(limit))));
         }

@@ -38,12 +38,12 @@ pub(crate) fn remember(server: &str, id: &str) {
     }
 }
 
-/// The batch made `back` batches ago at `server`; 0 is the newest.
-pub(crate) fn recall(server: &str, back: usize) -> Option<String> {
-    read().into_iter().rev().filter(|made| made.server == server).nth(back).map(|made| made.id)
+/// The batches made at `server`, newest first.
+pub(crate) fn all_of(server: &str) -> Vec<String> {
+    read().into_iter().rev().filter(|made| made.server == server).map(|made| made.id).collect()
 }
 
-/// The same over all servers, for what is asked of no server.
+/// The batch made `back` batches ago at any server, for what is asked of none; 0 is the newest.
 pub(crate) fn recall_any(back: usize) -> Option<String> {
     read().into_iter().rev().nth(back).map(|made| made.id)
 }

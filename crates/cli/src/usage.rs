@@ -72,6 +72,13 @@ pub(crate) fn answer_help_topics(words: &[OsString]) -> Option<ExitCode> {
         let table = Exit::TABLE.iter().map(|(exit, meaning)| format!("{:>4}  {meaning}\n", *exit as u8));
         return Some(print(&table.collect::<String>()));
     }
+    if words.len() == 3 && words.iter().filter(|word| **word != "--json").eq(&["help", "exit-codes"]) {
+        let table: Vec<serde_json::Value> = Exit::TABLE
+            .iter()
+            .map(|(exit, meaning)| serde_json::json!({"code": *exit as u8, "meaning": meaning}))
+            .collect();
+        return Some(print(&format!("{}\n", serde_json::Value::Array(table))));
+    }
     let wanted = words.iter().find_map(|word| word.strip_prefix("--help="))?;
     let mut text = String::new();
     search(&mut Cli::command(), "batch", wanted, &mut text);

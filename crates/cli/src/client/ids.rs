@@ -4,20 +4,24 @@ use serde_json::Value;
 
 use super::Client;
 use crate::error::{Exit, Failure, Result};
+use crate::output::human;
 use crate::state;
 
 /// Shortest prefix that is looked up, in characters after `batch_`.
 const PREFIX_MIN: usize = 8;
+/// Batches that `last` and `@{1}` are looked for in, when this machine does not know them.
+const NEWEST_MAX: usize = 100;
 /// Pages of 100 that a prefix is looked for in.
 const PAGES_MAX: usize = 50;
 
 /// The full id of the batch meant by `text`.
 pub(crate) async fn resolve(client: &Client, text: &str) -> Result<String> {
     if let Some(back) = back_reference(text) {
-        if let Some(id) = state::recall(client.base(), back) {
-            return Ok(id);
-        }
-        return from_server(client, back).await;
+        let known = state::all_of(client.base());
+        return match known.get(back) {
+            Some(id) if is_there(client, id).await? => Ok(id.clone()),
+            _ => from_server(client, back, &known).await,
+        };
     }
     let hex = prefix_of(text)?;
     if hex.len() == 32 {
@@ -57,13 +61,36 @@ fn back_reference(text: &str) -> Option<usize> {
     text.strip_prefix("@{")?.strip_suffix('}')?.parse().ok()
 }
 
-async fn from_server(client: &Client, back: usize) -> Result<String> {
-    let limit = (back + 1).min(100);
-    let page = client.get("/v1/batches", &[("limit", limit.to_string())]).await?;
-    page["data"][back]["id"]
-        .as_str()
-        .map(str::to_owned)
-        .ok_or_else(|| Failure::new(Exit::NotFound, "no batch was made from this machine yet").hint(FIRST_STEPS))
+/// Whether the server has this batch.
+async fn is_there(client: &Client, id: &str) -> Result<bool> {
+    match client.get(&format!("/v1/batches/{id}"), &[]).await {
+        Ok(_) => Ok(true),
+        Err(failure) if failure.exit == Exit::NotFound => Ok(false),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// Looked up in the server's newest batches, for another data folder may be served at the
+/// same address now: of those made from here if any is among them, else of all.
+async fn from_server(client: &Client, back: usize, known: &[String]) -> Result<String> {
+    let page = client.get("/v1/batches", &[("limit", NEWEST_MAX.to_string())]).await?;
+    let newest: Vec<&str> = page["data"].as_array().into_iter().flatten().filter_map(|b| b["id"].as_str()).collect();
+    let ours: Vec<&str> = newest.iter().copied().filter(|id| known.iter().any(|known| known == id)).collect();
+    let (of, found) = if ours.is_empty() { ("", &newest) } else { (" made from here", &ours) };
+    match found.get(back) {
+        Some(id) => Ok((*id).to_owned()),
+        None if newest.is_empty() => {
+            Err(Failure::new(Exit::NotFound, "no batch was made at this server yet").hint(FIRST_STEPS))
+        }
+        None => Err(Failure::new(
+            Exit::NotFound,
+            format!(
+                "@{{{back}}} is too far back among the {}{of}",
+                human::counted_as(found.len() as u64, "batch", "batches")
+            ),
+        )
+        .hint("`batch list` shows them; @{0} is the newest")),
+    }
 }
 
 /// What to type when there is no batch yet.

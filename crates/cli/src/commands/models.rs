@@ -68,7 +68,7 @@ pub(crate) async fn run(args: ModelsArgs, app: &App) -> Result {
         ModelsCommand::Show { name } => {
             let model =
                 known(config).into_iter().find(|model| model["id"] == name.as_str()).ok_or_else(|| not_known(&name))?;
-            app.ui.record(&model, COLUMNS, || {
+            app.ui.card(&model, COLUMNS, || {
                 ["id", "state", "path", "source", "about", "licence"]
                     .iter()
                     .filter(|key| !model[**key].is_null())

@@ -40,7 +40,7 @@ pub(crate) async fn run(args: ShowArgs, app: &App) -> Result {
         None => by_line(&client, &id, &args).await?,
     };
     let item = client.get(&format!("/v1/batches/{id}/items/{index}"), &[]).await?;
-    app.ui.record(&item, COLUMNS, || card(&item))
+    app.ui.card(&item, COLUMNS, || card(&item))
 }
 
 async fn by_custom_id(client: &Client, id: &str, args: &ShowArgs) -> Result<Option<u64>> {

@@ -10,7 +10,7 @@ use crate::client::ids::{self, FIRST_STEPS};
 use crate::client::wait::{self, Waiting};
 use crate::commands::list;
 use crate::error::Result;
-use crate::output::human;
+use crate::output::{human, plain};
 use crate::state;
 
 /// Arguments of `batch status`.
@@ -41,13 +41,21 @@ pub(crate) async fn run(args: StatusArgs, app: &App) -> Result {
         app.ui.rows(&newest, batches::COLUMNS)?;
         if newest.is_empty() {
             app.ui.say(format!("no batches; {FIRST_STEPS}"));
-        } else if let Some(last) = state::recall(client.base(), 0) {
+        } else {
+            let last = newest_of_ours(&newest, &state::all_of(client.base()));
             app.ui.say(format!("next: batch status {}", wait::lookup_id(&last)));
         }
         return Ok(());
     };
     let id = ids::resolve(&client, id).await?;
     one(&id, &args, app, &client).await
+}
+
+/// The newest of these batches that was made from here, else the newest.
+fn newest_of_ours(newest: &[serde_json::Value], ours: &[String]) -> String {
+    let ids: Vec<String> = newest.iter().map(|batch| plain(&batch["id"])).collect();
+    let own = ids.iter().find(|id| ours.contains(id));
+    own.or(ids.first()).cloned().unwrap_or_default()
 }
 
 async fn one(id: &str, args: &StatusArgs, app: &App, client: &crate::client::Client) -> Result {
@@ -59,6 +67,10 @@ async fn one(id: &str, args: &StatusArgs, app: &App, client: &crate::client::Cli
         app.ui.summary(batches::summary(&batch));
     }
     app.ui.record(&batch, batches::COLUMNS, || batches::card(&batch))?;
+    if batch["status"] == "failed" && !app.ui.shows_cards() {
+        // The line of cells has no room for it, and without it nothing says what to correct.
+        app.ui.summary(batches::problems(&batch).trim_end());
+    }
     app.ui.say(format!("next: {}", batches::next_step(&batch)));
     if args.exit_status || waits {
         return wait::finish_with(&batch);

@@ -193,7 +193,10 @@ fn unknown_key(setting: &Setting, known: &[String]) -> Failure {
         .note(format!("--> {}", setting.origin));
     let nearest = known.iter().map(|key| (edit_distance(key, &setting.key), key)).min();
     match nearest {
-        Some((distance, key)) if distance <= 4 => failure = failure.hint(format!("did you mean {key}?")),
+        // A short word is a few letters away from many keys and means none of them.
+        Some((distance, key)) if distance <= (setting.key.len() / 3).min(4) => {
+            failure = failure.hint(format!("did you mean {key}?"))
+        }
         _ => failure = failure.hint("`batch config show` lists every key"),
     }
     failure

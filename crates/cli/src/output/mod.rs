@@ -93,6 +93,12 @@ impl Ui {
         self.format == Some(Format::Json)
     }
 
+    /// Whether a record goes to stdout as people read it.
+    pub(crate) fn shows_cards(&self) -> bool {
+        self.fields.is_none()
+            && (self.format == Some(Format::Table) || (self.format.is_none() && self.stdout_is_terminal))
+    }
+
     /// Writes data to stdout as it is.
     pub(crate) fn data(&self, text: &str) -> Result {
         self.bytes(text.as_bytes())
@@ -163,9 +169,22 @@ impl Ui {
     pub(crate) fn record(&self, record: &Value, columns: &[Field], people: impl FnOnce() -> String) -> Result {
         match (self.format, &self.fields) {
             (Some(Format::Json), None) => self.data(&format!("{record}\n")),
+            (Some(Format::Json), Some(fields)) if !fields.is_empty() => {
+                self.check_fields(std::slice::from_ref(record), fields)?;
+                self.data(&format!("{}\n", chosen(record, fields)))
+            }
             (None, None) if self.stdout_is_terminal => self.data(&people()),
             (Some(Format::Table), None) => self.data(&people()),
             _ => self.rows(std::slice::from_ref(record), columns),
+        }
+    }
+
+    /// The same for a record that is asked for to be read, whose form for people goes into
+    /// a pipe (`| less`) too: no line of cells holds it.
+    pub(crate) fn card(&self, record: &Value, columns: &[Field], people: impl FnOnce() -> String) -> Result {
+        match (self.format, &self.fields) {
+            (None, None) => self.data(&people()),
+            _ => self.record(record, columns, people),
         }
     }
 
@@ -209,24 +228,37 @@ impl Ui {
             }
             return self.data(&names.iter().map(|name| format!("{name}\n")).collect::<String>());
         }
-        let pick = |record: &Value| -> Vec<Value> {
-            fields.iter().map(|field| lookup(record, field).cloned().unwrap_or(Value::Null)).collect()
-        };
-        let rows: Vec<Vec<String>> = records.iter().map(|record| pick(record).iter().map(plain).collect()).collect();
+        self.check_fields(records, fields)?;
+        let cell = |record: &Value, field: &String| lookup(record, field).map(plain).unwrap_or_default();
+        let rows: Vec<Vec<String>> =
+            records.iter().map(|record| fields.iter().map(|field| cell(record, field)).collect()).collect();
         match self.format {
-            Some(Format::Json | Format::Jsonl) => {
-                let objects: Vec<Value> = records
-                    .iter()
-                    .map(|record| Value::Object(fields.iter().cloned().zip(pick(record)).collect()))
-                    .collect();
-                if self.is_json() {
-                    return self.data(&format!("{}\n", Value::Array(objects)));
-                }
-                objects.iter().try_for_each(|object| self.data(&format!("{object}\n")))
+            Some(Format::Json) => {
+                let objects = records.iter().map(|record| chosen(record, fields)).collect();
+                self.data(&format!("{}\n", Value::Array(objects)))
+            }
+            Some(Format::Jsonl) => {
+                records.iter().try_for_each(|record| self.data(&format!("{}\n", chosen(record, fields))))
             }
             Some(Format::Csv) => self.csv(fields, &rows),
             _ => self.data(&table::tab_separated(&rows)),
         }
+    }
+
+    /// A field whose first part no record has is a slip of the pen; what lies deeper may be
+    /// there in other records.
+    fn check_fields(&self, records: &[Value], fields: &[String]) -> Result {
+        for field in fields.iter().filter(|_| !records.is_empty()) {
+            let first = field.split('.').next().unwrap_or_default();
+            if !records.iter().any(|record| record.get(first).is_some()) {
+                return Err(Failure::usage(format!("no field {field:?} here"))
+                    .hint("`--fields` without a value lists the fields"));
+            }
+            if records.iter().all(|record| lookup(record, field).is_none()) {
+                self.warn(format!("no record has the field {field:?}"));
+            }
+        }
+        Ok(())
     }
 
     fn csv(&self, heads: &[String], rows: &[Vec<String>]) -> Result {
@@ -241,6 +273,12 @@ impl Ui {
 pub(crate) struct Field {
     pub(crate) column: Column,
     pub(crate) cell: fn(&Value, bool) -> String,
+}
+
+/// The chosen fields of a record as an object; missing ones are null.
+fn chosen(record: &Value, fields: &[String]) -> Value {
+    let pick = |field: &String| (field.clone(), lookup(record, field).cloned().unwrap_or(Value::Null));
+    Value::Object(fields.iter().map(pick).collect())
 }
 
 /// Follows a dotted path; numbers index arrays.

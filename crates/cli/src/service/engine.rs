@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use overnight_engine::cuda::{BuildOptions, DeviceOptions, KernelCache, SearchPaths, SourceFolder};
+use overnight_engine::cuda::{BuildOptions, DeviceOptions, KernelCache, SearchPaths, SourceFolder, find_parts};
 use overnight_engine::load::{LoadFormat, ModelSource, load_forward_on, load_on};
 use overnight_engine::text::Text;
-use overnight_engine::{Engine, EngineConfig, EngineHandle};
+use overnight_engine::{DeviceKind, Engine, EngineConfig, EngineHandle};
 use overnight_worker::generate::Generate;
 use overnight_worker::instant::InstantGenerate;
 use overnight_worker::local::LocalEngine;
@@ -60,8 +60,22 @@ pub(crate) fn check(config: &Config) -> Result {
     if config.engine.source.kind == EngineKind::Local {
         model(config)?;
         chat_template(config)?;
+        check_device(config)?;
     }
     Ok(())
+}
+
+/// Refuses a GPU that was asked for and is not there, before anything listens.
+fn check_device(config: &Config) -> Result {
+    if config.engine.local.device != DeviceKind::Cuda {
+        return Ok(());
+    }
+    match find_parts(&device_options()).device {
+        Ok(_) => Ok(()),
+        Err(err) => Err(Failure::usage(format!("engine.device = \"cuda\", but there is no GPU to run on: {err}"))
+            .code("no_gpu")
+            .hint("`batch doctor` says what is missing; --device cpu runs on the CPU")),
+    }
 }
 
 /// Refuses a seed that nothing would use: only dummy weights are drawn from it.

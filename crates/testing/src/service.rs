@@ -11,8 +11,8 @@ use overnight_blobs::lines_hash::LinesHash;
 use overnight_blobs::{Blobs, ItemRecord, ObjectName, Prefix, SegmentReader};
 use overnight_engine::text::Text;
 use overnight_store::{
-    FilePurpose, Files, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job, Jobs, NewFile, NewJob, NewShard, Segments,
-    Shard, Shards, StepKind, Steps,
+    FilePurpose, Files, Guarded, InsertJob, IntakeEnd, IntakeProgress, Job, Jobs, NewFile, NewJob, NewShard, Segment,
+    Segments, Shard, Shards, StepKind, Steps,
 };
 use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::{
@@ -218,6 +218,11 @@ impl TestService {
     /// All shards.
     pub async fn shards(&self, id: JobId) -> Vec<Shard> {
         self.store.list_shards(id, ShardIndex(0), 10_000).await.expect("the database answers")
+    }
+
+    /// All recorded segments.
+    pub async fn segments(&self, id: JobId) -> Vec<Segment> {
+        self.store.list_segments(id, ShardIndex(0), 10_000).await.expect("the database answers")
     }
 
     /// Waits until the job is in this state.

@@ -142,8 +142,14 @@ async fn retry_that_falls_due_waits_until_nothing_runs_alone() {
         if engine.num_held() == 1 { Ok(()) } else { Err(format!("{} held", engine.num_held())) }
     })
     .await;
-    // Much longer than the first one's delay: were it to come, it would be here.
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    // The planner has gone round often since the first one's delay was over: were it to
+    // come, it would be here.
+    let polls = service.store.calls("find_job_signals");
+    wait::until("many rounds", || async {
+        let rounds = service.store.calls("find_job_signals") - polls;
+        if rounds >= 15 { Ok(()) } else { Err(format!("{rounds} rounds")) }
+    })
+    .await;
     assert_eq!(engine.num_held(), 1, "nothing runs beside the named item");
     wait::until("all outcomes", || async {
         engine.release_all();

@@ -53,21 +53,44 @@ async fn dead_workers_shards_go_on_elsewhere_and_its_late_write_is_refused() {
     service.config.lease_ttl = Duration::from_millis(500);
     service.config.renew_every = Duration::from_millis(100);
     let job = service.submit_cut(&numbered_lines(4), 4).await;
-    let dying = holding();
-    let dead = service.start(&dying).await;
+    let dying = ScriptedGenerate::new(|_| Reply::Hold("too late".to_owned()));
+    let late = service.start(&dying).await;
     all_held(&dying, 4).await;
-    // Its commit stands before the database when it is stopped for longer than its lease.
-    service.store.fail("commit_segment_if_leased", 0, 1, Failing::HangBefore);
     let before = service.shards(job).await.remove(0);
+    // It stands between its last look at the lease and its commit, for longer than the lease.
+    let pause = service.store.pause("commit_segment_if_leased");
     dying.release_all();
+    pause.reached().await;
+    // As in a process that is stopped, its next claim and its renewals stand too.
+    service.store.fail("claim_shard", 0, 1, Failing::HangBefore);
     service.store.hangs().await;
-    drop(dead);
-    let heir = service.start(&ScriptedGenerate::echo()).await;
-    service.until_outcomes(job, 4).await;
+    service.store.fail("extend_shards", 0, u32::MAX, Failing::HangBefore);
+    let heirs = holding();
+    let heir = service.start(&heirs).await;
+    all_held(&heirs, 4).await;
+    service.store.heal();
+    // The shard is leased again and has no segment yet: nothing but the epoch tells the two apart.
     let shard = service.shards(job).await.remove(0);
-    assert_eq!(shard.epoch.0, before.epoch.0 + 1);
+    assert_eq!((shard.state, shard.epoch.0), (ShardState::Leased, before.epoch.0 + 1));
+    pause.go_on();
+    wait::until("the late write to be refused", || async {
+        let refused = late.metrics().counts().leases_lost;
+        if refused == 1 {
+            Ok(())
+        } else {
+            Err(format!("{refused} refused, {} recorded", service.segments(job).await.len()))
+        }
+    })
+    .await;
+    assert_eq!(service.store.calls("commit_segment_if_leased"), 1, "it was really tried, once");
+    assert_eq!(service.segments(job).await, []);
+    heirs.release_all();
+    service.until_outcomes(job, 4).await;
+    let segments = service.segments(job).await;
+    assert!(segments.iter().all(|segment| segment.new.epoch.0 > before.epoch.0), "{segments:?}");
     let outcomes = service.outcomes(job).await;
     assert!(outcomes.iter().all(|(item, record)| is_own_echo(record, &format!("item-{item}"))));
+    late.shutdown(Duration::ZERO).await;
     heir.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;
 }
@@ -89,6 +112,7 @@ async fn worker_stopped_past_its_lease_writes_nothing() {
         if cancelled == 4 { Ok(()) } else { Err(format!("{cancelled} cancelled")) }
     })
     .await;
+    assert_eq!(service.store.calls("commit_segment_if_leased"), 0, "and nothing was written until then");
     // contribsys/faktory#453: work stopped by the local clock while the lease still stood or just
     // ended. The worker may lease again, under a new epoch, before anybody else does.
     service.store.heal();
@@ -100,6 +124,8 @@ async fn worker_stopped_past_its_lease_writes_nothing() {
         if done == 4 { Ok(()) } else { Err(service.seen(job).await) }
     })
     .await;
+    let segments = service.segments(job).await;
+    assert!(segments.iter().all(|segment| segment.new.epoch.0 > 1), "all under a later lease: {segments:?}");
     stopped.shutdown(Duration::from_secs(5)).await;
     heir.shutdown(Duration::from_secs(5)).await;
     service.drop_checks(job).await;

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Our side of the figures in docs/performance.md, printed with the machine they were taken on.
 # ITEMS sets the size of the durable job (default 1,000,000); MODEL names the engine's model.
+# Of the build that is published, the `dist` profile (link-time optimization).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo build --release --quiet -p overnight-cli
-batch=target/release/batch
+cargo build --profile dist --quiet -p overnight-cli
+batch=target/dist/batch
 items=${ITEMS:-1000000}
 model=${MODEL:-gemma-3-270m}
 echo "machine: $(nproc) cores, $(sed -n 's/^model name\s*: //p' /proc/cpuinfo | head -1), load $(cut -d' ' -f1 /proc/loadavg)"

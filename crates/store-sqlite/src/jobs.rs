@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use overnight_store::{
-    CancelMode, Error, Guarded, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Page, Progress, Purged, Reopen,
-    Reopened,
+    CancelMode, Error, Guarded, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, JobsAhead, NewJob, Page, Progress,
+    Purged, Reopen, Reopened,
 };
 use overnight_types::{Ending, FileId, JobId, JobState, Timestamp};
 use sqlx::sqlite::SqliteRow;
@@ -81,7 +81,7 @@ impl Jobs for SqliteStore {
     }
 
     async fn find_progress(&self, id: JobId) -> Result<Progress, Error> {
-        let found = self.find_progress_of(&[id]).await?;
+        let found = self.find_progress_of(&[id], JobsAhead::Count).await?;
         found.into_iter().next().map(|(_, progress)| progress).ok_or_else(|| missing(id))
     }
 
@@ -205,24 +205,31 @@ impl Jobs for SqliteStore {
         self.purge(limit).await
     }
 
-    async fn find_progress_of(&self, ids: &[JobId]) -> Result<Vec<(JobId, Progress)>, Error> {
+    async fn find_progress_of(&self, ids: &[JobId], ahead: JobsAhead) -> Result<Vec<(JobId, Progress)>, Error> {
         let doing = "sum up progress";
         let now = self.read_now(doing).await?;
         sqlx::query(
-            "select j.job_id, j.num_items, j.retries_used, j.final_completed, j.final_failed, j.final_cancelled,
+            "with places as materialized (
+                -- As claim_shard goes: the same order, and past jobs with nothing to lease. Once for
+                -- all of the ids: a count for each would be quadratic in the runnable jobs.
+                select r.job_id, coalesce(sum(exists (
+                        select 1 from shards s indexed by shards_ready
+                        where s.job_id = r.job_id and s.state = 'ready' and s.not_before <= ?2
+                    )) over (
+                        partition by r.model
+                        order by r.priority, r.expires_at, r.created_at, r.job_id
+                        rows between unbounded preceding and 1 preceding
+                    ), 0) as jobs_ahead
+                from jobs r indexed by jobs_runnable
+                where ?3 and r.state = 'in_progress' and r.paused_at is null and r.expires_at > ?2
+                    and r.model in (select m.model from jobs m
+                        where m.job_id in (select unhex(value) from json_each(?1)))
+            )
+            select j.job_id, j.num_items, j.retries_used, j.final_completed, j.final_failed, j.final_cancelled,
                 j.final_expired, j.final_input_tokens, j.final_cached_tokens, j.final_output_tokens,
                 j.final_reasoning_tokens,
                 (select count(*) from item_faults f where f.job_id = j.job_id and f.not_before > ?2) as num_waiting,
-                iif(j.state = 'in_progress' and j.paused_at is null and j.expires_at > ?2,
-                    -- As claim_shard goes: the same order, and past jobs with nothing to lease.
-                    (select count(*) from jobs a indexed by jobs_runnable
-                        where a.state = 'in_progress' and a.paused_at is null and a.expires_at > ?2
-                            and a.model = j.model
-                            and (a.priority, a.expires_at, a.created_at, a.job_id)
-                                < (j.priority, j.expires_at, j.created_at, j.job_id)
-                            and exists (select 1 from shards r indexed by shards_ready
-                                where r.job_id = a.job_id and r.state = 'ready' and r.not_before <= ?2)),
-                    null) as jobs_ahead,
+                p.jobs_ahead,
                 coalesce(sum(s.num_done), 0) as num_done, coalesce(sum(s.num_failed), 0) as num_failed,
                 coalesce(sum(s.num_cancelled), 0) as num_cancelled, coalesce(sum(s.num_expired), 0) as num_expired,
                 coalesce(sum(s.input_tokens), 0) as input_tokens, coalesce(sum(s.cached_tokens), 0) as cached_tokens,
@@ -231,12 +238,14 @@ impl Jobs for SqliteStore {
                 coalesce(sum(s.state = 'ready'), 0) as shards_ready,
                 coalesce(sum(s.state = 'leased'), 0) as shards_leased,
                 coalesce(sum(s.state = 'done'), 0) as shards_done
-            from jobs j left join shards s on s.job_id = j.job_id and j.in_progress_at is not null
+            from jobs j left join places p on p.job_id = j.job_id
+                left join shards s on s.job_id = j.job_id and j.in_progress_at is not null
             where j.job_id in (select unhex(value) from json_each(?1)) and j.deleted_at is null
             group by j.job_id",
         )
         .bind(hex_list(ids.iter().map(JobId::uuid)))
         .bind(now)
+        .bind(ahead == JobsAhead::Count)
         .list(&self.readers, doing, |row| Ok((row.job_id()?, read_progress(row)?)))
         .await
     }

@@ -196,8 +196,18 @@ pub struct Progress {
     pub retries_used: u64,
     /// Runnable jobs of the same model with a shard that is ready, which a claim by
     /// priority serves before this one. `None` for a job that is not runnable: in
-    /// another state, paused, or past its window.
+    /// another state, paused, or past its window, and where it was not asked for.
     pub jobs_ahead: Option<u32>,
+}
+
+/// Whether progress tells [`Progress::jobs_ahead`], which costs a look at every runnable
+/// job of the same models: for jobs that are shown, not for sums over all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JobsAhead {
+    /// Counted.
+    Count,
+    /// Left `None`.
+    Skip,
 }
 
 /// Which items of an ended job run again.
@@ -306,5 +316,5 @@ pub trait Jobs {
 
     /// Outcome counts by kind over all shards, for a job that is not terminal too;
     /// equals [`Progress::counts`]. Here so that doors need one call for a page of jobs.
-    async fn find_progress_of(&self, ids: &[JobId]) -> Result<Vec<(JobId, Progress)>, Error>;
+    async fn find_progress_of(&self, ids: &[JobId], ahead: JobsAhead) -> Result<Vec<(JobId, Progress)>, Error>;
 }

@@ -29,7 +29,8 @@ pub use error::Error;
 pub use events::{Event, Events};
 pub use files::{File, FileOrder, FilePurpose, FileQuery, Files, NewFile};
 pub use jobs::{
-    CancelMode, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, NewJob, Progress, Purged, Reopen, ReopenItems, Reopened,
+    CancelMode, IdempotencyKey, InsertJob, Job, JobQuery, Jobs, JobsAhead, NewJob, Progress, Purged, Reopen,
+    ReopenItems, Reopened,
 };
 pub use outbox::{Outbox, OutboxEvent, OutboxState};
 pub use segments::{NewSegment, Segment, SegmentCursor, SegmentSelection, Segments};

@@ -193,7 +193,7 @@ with_faults! {
         fn delete_job_if_terminal(id: JobId) -> Guarded<JobState, ()>;
         fn purge_deleted_jobs(limit: u32) -> Purged;
         fn known_jobs(ids: &[JobId]) -> Vec<JobId>;
-        fn find_progress_of(ids: &[JobId]) -> Vec<(JobId, Progress)>;
+        fn find_progress_of(ids: &[JobId], ahead: JobsAhead) -> Vec<(JobId, Progress)>;
     }
     Steps {
         fn claim_step(worker: WorkerId, ttl: Duration) -> Option<StepLease>;

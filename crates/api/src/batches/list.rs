@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use axum::Json;
 use axum::extract::State;
 use axum::http::Uri;
-use overnight_store::{JobQuery, Progress};
+use overnight_store::{JobQuery, JobsAhead, Progress};
 use overnight_types::{JobId, JobState};
 
 use super::object::{BatchObject, batch_object};
@@ -42,7 +42,7 @@ pub(crate) async fn list(State(state): State<Shared>, uri: Uri) -> Result<Json<L
         page.rows.iter().filter(|job| !job.state.is_terminal() && job.num_items > 0).map(|job| job.id).collect();
     let progress: HashMap<JobId, Progress> = match running.is_empty() {
         true => HashMap::new(),
-        false => state.parts.store.find_progress_of(&running).await?.into_iter().collect(),
+        false => state.parts.store.find_progress_of(&running, JobsAhead::Count).await?.into_iter().collect(),
     };
     let mut data = Vec::with_capacity(page.rows.len());
     for job in &page.rows {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use overnight_store::{Error, JobQuery};
+use overnight_store::{Error, JobQuery, JobsAhead};
 use overnight_types::{JobState, chain};
 use tokio::sync::Mutex;
 
@@ -93,7 +93,7 @@ async fn read(state: &Inner) -> Result<Counts, Error> {
             counts.oldest_seconds = counts.oldest_seconds.max(now.since(job.created_at).as_secs_f64());
         }
         let ids: Vec<_> = jobs.rows.iter().map(|job| job.id).collect();
-        for (_, progress) in store.find_progress_of(&ids).await? {
+        for (_, progress) in store.find_progress_of(&ids, JobsAhead::Skip).await? {
             let done = progress.counts;
             for (sum, num) in
                 counts.requests_done.iter_mut().zip([done.completed, done.failed, done.cancelled, done.expired])

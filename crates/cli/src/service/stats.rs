@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use overnight_store::{JobQuery, Store};
+use overnight_store::{JobQuery, JobsAhead, Store};
 use overnight_types::JobState;
 use overnight_worker::generate::Generate;
 use tokio_util::sync::CancellationToken;
@@ -99,7 +99,7 @@ impl Batch {
         let query = JobQuery { limit: 100, states: vec![JobState::InProgress], ..JobQuery::default() };
         let ids: Vec<_> = store.list_jobs(query).await.ok()?.rows.iter().map(|job| job.id).collect();
         let mut sums = Self { total: 0, done: 0, failed: 0 };
-        for (_, progress) in store.find_progress_of(&ids).await.ok()? {
+        for (_, progress) in store.find_progress_of(&ids, JobsAhead::Skip).await.ok()? {
             sums.total += progress.counts.total;
             sums.done += progress.counts.total - progress.counts.unfinished();
             sums.failed += progress.counts.failed;

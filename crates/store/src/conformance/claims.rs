@@ -1,12 +1,13 @@
 //! What a claim promises: which job, which shard, under which epoch.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
-use overnight_types::{Epoch, JobState, ShardIndex, ShardState, WorkerId};
+use overnight_types::{Epoch, JobId, JobState, ShardIndex, ShardState, WorkerId};
 
 use super::TestClock;
 use super::builders::*;
-use crate::{ClaimShard, IntakeEnd, IntakeProgress, Job, NewJob, Store};
+use crate::{ClaimShard, IntakeEnd, IntakeProgress, Job, JobsAhead, NewJob, Store};
 
 /// The whole life, with one failed item.
 pub async fn a_job_runs_from_create_to_completed(store: &dyn Store, _clock: &dyn TestClock) {
@@ -131,8 +132,16 @@ pub async fn progress_tells_the_jobs_ahead(store: &dyn Store, clock: &dyn TestCl
     let second = job_with(store, 0, WINDOW).await;
     let first = job_with(store, -1, WINDOW * 2).await;
     let validating = validating_job(store).await;
-    for (job, jobs) in [(&first, 0), (&second, 1), (&third, 2), (&last, 3), (&other_model, 0)] {
+    let places = [(&first, 0), (&second, 1), (&third, 2), (&last, 3), (&other_model, 0)];
+    for (job, jobs) in places {
         assert_eq!(ahead(job).await, Some(jobs));
+    }
+    let ids: Vec<JobId> = places.iter().map(|(job, _)| job.id).collect();
+    for (asked, is_told) in [(JobsAhead::Count, true), (JobsAhead::Skip, false)] {
+        let many: HashMap<_, _> = store.find_progress_of(&ids, asked).await.unwrap().into_iter().collect();
+        for (job, jobs) in places {
+            assert_eq!(many[&job.id].jobs_ahead, is_told.then_some(jobs), "{asked:?}");
+        }
     }
     assert_eq!(ahead(&validating).await, None);
     applied(store.pause_job_if_active(second.id).await.unwrap());

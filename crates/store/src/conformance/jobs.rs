@@ -6,7 +6,7 @@ use overnight_types::{Ending, FileId, JobId, JobState, ShardIndex, WorkerId};
 
 use super::TestClock;
 use super::builders::*;
-use crate::{CancelMode, Error, FilePurpose, IdempotencyKey, InsertJob, JobQuery, NewJob, Store};
+use crate::{CancelMode, Error, FilePurpose, IdempotencyKey, InsertJob, JobQuery, JobsAhead, NewJob, Store};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -303,7 +303,7 @@ pub async fn events_tell_every_move_in_order(store: &dyn Store, _clock: &dyn Tes
 pub async fn progress_of_many_jobs_is_that_of_each(store: &dyn Store, _clock: &dyn TestClock) {
     let two = completed_job(store, &[2], &[0]).await;
     let one = running_job(store, &[3]).await;
-    let many = store.find_progress_of(&[one.id, two.id, JobId::new()]).await.unwrap();
+    let many = store.find_progress_of(&[one.id, two.id, JobId::new()], JobsAhead::Count).await.unwrap();
     assert_eq!(many.len(), 2);
     for (id, progress) in many {
         assert_eq!(progress, store.find_progress(id).await.unwrap());

@@ -4,11 +4,17 @@
 //! Goal: every item exactly once, in input order, with the same texts. Method: a
 //! seeded generator draws when to kill; each failure prints its seed, and
 //! `OVERNIGHT_TEST_SEED` runs that one again. `OVERNIGHT_TEST_ROUNDS` sets how many.
+//! What a kill met is told by what it left behind; a moment that no random kill met is
+//! aimed at with the job held there, so that none is passed over.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use overnight_store::{Jobs, Segments};
+use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_testing::tiny_model::{TinyArch, TinyModel};
+use overnight_types::{JobId, JobState, ShardIndex};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -87,19 +93,35 @@ pub(crate) async fn undisturbed(
 }
 
 /// Which moment of the job a kill aims at.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Moment {
     Intake,
     Running,
+    /// A segment object is there, or half of it, and no row names it.
+    Checkpoint,
     Finalizing,
     Any,
 }
+
+/// Which moments kills really met, told by what they left, and how often.
+type Met = BTreeMap<Moment, u32>;
+
+/// The moments that the kills of a test must meet, each with what holds the job there
+/// for long enough that a round which aims at it meets it, however fast the machine.
+const HELD: &[(Moment, &str)] = &[
+    (Moment::Intake, "intake::before_finish=sleep(1000)"),
+    (Moment::Running, "worker::requests_submitted=sleep(20)"),
+    (Moment::Checkpoint, "worker::segment_after_put=sleep(100)"),
+    (Moment::Finalizing, "finalize::after_fence=sleep(1000)"),
+];
+/// Rounds that aim at a moment which the random ones did not meet.
+const AIMED_ROUNDS_MAX: u32 = 5;
 
 async fn wait_for(service: &mut Service, id: &str, moment: Moment, random: &mut StdRng) {
     let delay = match moment {
         Moment::Intake => Duration::from_millis(random.random_range(0..40)),
         Moment::Any => Duration::from_millis(random.random_range(0..1500)),
-        Moment::Running | Moment::Finalizing => {
+        Moment::Running | Moment::Checkpoint | Moment::Finalizing => {
             let share = random.random_range(0.0..0.95);
             let wanted = |batch: &Value| match moment {
                 Moment::Finalizing => is_terminal(batch) || batch["status"] == "finalizing",
@@ -117,37 +139,99 @@ async fn wait_for(service: &mut Service, id: &str, moment: Moment, random: &mut 
     tokio::time::sleep(delay).await;
 }
 
-/// Runs one job with `num_kills` kills; returns its lines and how many kills met it unfinished.
-async fn disturbed(
-    data_dir: &Path,
-    model: &[&str],
-    env: &[(&str, &str)],
-    file: Vec<u8>,
-    num_kills: u32,
-    random: &mut StdRng,
-) -> (Vec<Value>, Vec<Value>, u32) {
-    let mut service = Service::start(data_dir, model, env);
-    service.wait_up(Duration::from_secs(60)).await;
-    let file = service.upload("input.jsonl", file).await;
-    let id = service.create(&file, "/v1/completions").await;
-    let mut num_met = 0;
-    for kill in 0..num_kills {
-        let moment = match (kill, random.random_range(0..4)) {
-            (0, _) => Moment::Intake,
-            (_, 0) => Moment::Finalizing,
-            (_, 1) => Moment::Any,
-            _ => Moment::Running,
-        };
-        wait_for(&mut service, &id, moment, random).await;
-        num_met += u32::from(!service.batch(&id).await.is_some_and(|batch| is_terminal(&batch)));
-        service.kill();
-        service = Service::start(data_dir, model, env);
-        service.wait_up(Duration::from_secs(60)).await;
+/// What a killed server left: the state of its job, and how many segment objects no row names.
+#[derive(Debug, Clone, Copy)]
+struct Left {
+    state: JobState,
+    num_orphans: usize,
+}
+
+/// A copy of a killed server's database in a folder of its own: the next start finds the
+/// original as the kill left it.
+pub(crate) fn copy_of_database(data_dir: &Path) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().expect("a temporary folder");
+    for name in ["overnight.db", "overnight.db-wal"] {
+        // Without a log when all of it had been taken over.
+        if data_dir.join(name).exists() {
+            std::fs::copy(data_dir.join(name), copy.path().join(name)).expect("a file of the database can be copied");
+        }
     }
-    let batch = service.wait_batch(&id, Duration::from_secs(300), is_terminal).await;
-    assert_eq!(batch["status"], "completed", "{batch}");
-    let (output, errors) = published(&service, &batch).await;
-    (output, errors, num_met)
+    copy
+}
+
+async fn left_by_kill(data_dir: &Path, id: &str) -> Left {
+    let job: JobId = id.parse().expect("a batch id");
+    let copy = copy_of_database(data_dir);
+    let store = SqliteStore::open(copy.path().join("overnight.db"), Options::default()).await.expect("it opens");
+    let state = store.find_job(job).await.expect("it can be read").expect("the job is there").state;
+    let segments = store.list_segments(job, ShardIndex(0), 100_000).await.expect("it can be read");
+    store.close().await;
+    let mut objects = Vec::new();
+    let folder = data_dir.join("objects/jobs").join(id).join("segments");
+    if folder.is_dir() {
+        crate::sync_order::files_below(&folder, &mut objects);
+    }
+    Left { state, num_orphans: objects.len() - segments.len() }
+}
+
+fn count(met: &mut Met, left: Left, num_orphans_before: usize) {
+    let moments = match left.state {
+        JobState::Validating => vec![Moment::Intake],
+        JobState::InProgress if left.num_orphans > num_orphans_before => vec![Moment::Running, Moment::Checkpoint],
+        JobState::InProgress => vec![Moment::Running],
+        JobState::Finalizing => vec![Moment::Finalizing],
+        state => {
+            assert!(state.is_terminal(), "nobody expires or cancels this job: {state}");
+            Vec::new()
+        }
+    };
+    for moment in moments {
+        *met.entry(moment).or_default() += 1;
+    }
+}
+
+/// A job, and the server that is killed while it runs.
+#[derive(Debug, Clone, Copy)]
+struct Round<'a> {
+    data_dir: &'a Path,
+    model: &'a [&'a str],
+    env: &'a [(&'a str, &'a str)],
+    file: &'a [u8],
+}
+
+impl Round<'_> {
+    /// Runs the job with a kill at each of `moments`; returns its lines, and adds to `met`
+    /// which moments the kills met.
+    async fn run(&self, moments: &[Moment], random: &mut StdRng, met: &mut Met) -> (Vec<Value>, Vec<Value>) {
+        let Self { data_dir, model, env, file } = *self;
+        let mut service = Service::start(data_dir, model, env);
+        service.wait_up(Duration::from_secs(60)).await;
+        let file = service.upload("input.jsonl", file.to_vec()).await;
+        let id = service.create(&file, "/v1/completions").await;
+        let mut num_orphans = 0;
+        for &moment in moments {
+            wait_for(&mut service, &id, moment, random).await;
+            service.kill();
+            let left = left_by_kill(data_dir, &id).await;
+            count(met, left, num_orphans);
+            num_orphans = left.num_orphans;
+            service = Service::start(data_dir, model, env);
+            service.wait_up(Duration::from_secs(60)).await;
+        }
+        let batch = service.wait_batch(&id, Duration::from_secs(300), is_terminal).await;
+        assert_eq!(batch["status"], "completed", "{batch}");
+        published(&service, &batch).await
+    }
+}
+
+fn random_moments(num_kills: u32, random: &mut StdRng) -> Vec<Moment> {
+    let mut moment = |kill| match (kill, random.random_range(0..4)) {
+        (0, _) => Moment::Intake,
+        (_, 0) => Moment::Finalizing,
+        (_, 1) => Moment::Any,
+        _ => Moment::Running,
+    };
+    (0..num_kills).map(&mut moment).collect()
 }
 
 pub(crate) fn rounds(default: u64) -> std::ops::Range<u64> {
@@ -164,21 +248,37 @@ async fn kill_at_any_moment_loses_and_doubles_nothing() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let model = tiny_model(folder.path());
     let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
-    let (output, errors) = undisturbed(folder.path(), &args, input(2_000, 3), "/v1/completions").await;
+    let file = input(2_000, 3);
+    let (output, errors) = undisturbed(folder.path(), &args, file.clone(), "/v1/completions").await;
     assert_eq!((output.len(), errors.len()), (1_980, 20));
-    let mut num_met = 0;
+    let mut met = Met::new();
     for seed in rounds(30) {
         let mut random = StdRng::seed_from_u64(seed);
         let data_dir = folder.path().join(format!("round-{seed}"));
         let num_kills = random.random_range(1..=4);
-        let (got, failed, met) = disturbed(&data_dir, &args, FAST, input(2_000, 3), num_kills, &mut random).await;
+        let moments = random_moments(num_kills, &mut random);
+        let round = Round { data_dir: &data_dir, model: &args, env: FAST, file: &file };
+        let (got, failed) = round.run(&moments, &mut random, &mut met).await;
         assert_eq!(got, output, "output lines of seed {seed}");
         assert_eq!(failed, errors, "error lines of seed {seed}");
-        num_met += met;
         std::fs::remove_dir_all(&data_dir).expect("the round's folder can go");
     }
-    eprintln!("{num_met} kills met an unfinished job");
-    assert!(num_met > 0, "no kill met an unfinished job: the test proves nothing");
+    eprintln!("random kills met {met:?}");
+    for &(moment, held) in HELD {
+        for number in 0..AIMED_ROUNDS_MAX {
+            if met.contains_key(&moment) {
+                break;
+            }
+            let mut random = StdRng::seed_from_u64(u64::from(number));
+            let data_dir = folder.path().join(format!("{moment:?}-{number}"));
+            let env = [FAST, &[("FAILPOINTS", held)]].concat();
+            let round = Round { data_dir: &data_dir, model: &args, env: &env, file: &file };
+            let (got, failed) = round.run(&[moment], &mut random, &mut met).await;
+            assert_eq!(got, output, "output lines after a kill at {moment:?}");
+            assert_eq!(failed, errors, "error lines after a kill at {moment:?}");
+        }
+        assert!(met.contains_key(&moment), "no kill met {moment:?}, only {met:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -186,12 +286,17 @@ async fn kill_loses_nothing_on_a_real_model() {
     let Some(model) = crate::harness::real_model("gemma-3-270m.gguf") else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
-    let (output, errors) = undisturbed(folder.path(), &args, input(100, 6), "/v1/completions").await;
+    let file = input(100, 6);
+    let (output, errors) = undisturbed(folder.path(), &args, file.clone(), "/v1/completions").await;
+    let mut met = Met::new();
     for seed in rounds(3) {
         let mut random = StdRng::seed_from_u64(seed);
         let data_dir = folder.path().join(format!("round-{seed}"));
-        let (got, failed, _) = disturbed(&data_dir, &args, FAST, input(100, 6), 2, &mut random).await;
+        let round = Round { data_dir: &data_dir, model: &args, env: FAST, file: &file };
+        // The second one aims at half-done work, which on this model takes seconds.
+        let (got, failed) = round.run(&[Moment::Any, Moment::Running], &mut random, &mut met).await;
         assert_eq!(got, output, "output lines of seed {seed}");
         assert_eq!(failed, errors, "error lines of seed {seed}");
     }
+    assert!(met.contains_key(&Moment::Running), "no kill met a running job, only {met:?}");
 }

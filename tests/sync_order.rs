@@ -113,7 +113,7 @@ fn quoted_bytes(text: &str) -> PathBuf {
     String::from_utf8(bytes.collect()).expect("test paths are UTF-8").into()
 }
 
-fn files_below(folder: &Path, into: &mut Vec<PathBuf>) {
+pub(crate) fn files_below(folder: &Path, into: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).expect("a folder can be listed") {
         let path = entry.expect("an entry can be read").path();
         if path.is_dir() { files_below(&path, into) } else { into.push(path) }

@@ -10,14 +10,22 @@ use serde_json::Value;
 use crate::harness::{Service, is_terminal};
 use crate::kill::{FAST, input, published, rounds, tiny_model, undisturbed};
 
-/// A job on two processes, one of which is stopped past its lease, three times.
+/// What a worker says when it finds, awake again, that its lease went to somebody else.
+const LOST: &str = "lost the lease of a shard";
+/// Rounds beside the random ones in which a stop is to meet a lease.
+const AIMED_ROUNDS_MAX: u64 = 5;
+/// Commits are slow enough that a stop meets an open job, however fast the machine.
+const SLOW_COMMIT: (&str, &str) = ("FAILPOINTS", "worker::segment_after_put=sleep(100)");
+
+/// A job on two processes, one of which is stopped past its lease, three times. Also
+/// tells how many leases were lost by it.
 async fn stopped_run(
     folder: &std::path::Path,
     args: &[&str],
     env: &[(&str, &str)],
     seed: u64,
     num_items: usize,
-) -> (Vec<Value>, Vec<Value>) {
+) -> ((Vec<Value>, Vec<Value>), usize) {
     let mut random = StdRng::seed_from_u64(seed);
     let data_dir = folder.join(format!("round-{seed}"));
     let mut first = Service::start(&data_dir, args, env);
@@ -36,7 +44,8 @@ async fn stopped_run(
     }
     let batch = first.wait_batch(&id, Duration::from_secs(300), is_terminal).await;
     assert_eq!(batch["status"], "completed", "{batch}");
-    published(&first, &batch).await
+    let num_lost = [&first, &second].iter().map(|process| process.log().matches(LOST).count()).sum();
+    (published(&first, &batch).await, num_lost)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -45,10 +54,25 @@ async fn stop_longer_than_the_lease_kills_no_item_and_doubles_none() {
     let model = tiny_model(folder.path());
     let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
     let whole = undisturbed(folder.path(), &args, input(2_000, 3), "/v1/completions").await;
+    let mut lost = 0;
     for seed in rounds(5) {
-        let got = stopped_run(folder.path(), &args, FAST, seed, 2_000).await;
+        let (got, num_lost) = stopped_run(folder.path(), &args, FAST, seed, 2_000).await;
         assert!(got == whole, "files of seed {seed} differ from those of an undisturbed run");
+        lost += num_lost;
     }
+    eprintln!("random stops lost {lost} leases");
+    let slow = [FAST, &[SLOW_COMMIT]].concat();
+    for number in 0..AIMED_ROUNDS_MAX {
+        if lost > 0 {
+            break;
+        }
+        let folder = folder.path().join("aimed");
+        std::fs::create_dir_all(&folder).expect("a folder can be made");
+        let (got, num_lost) = stopped_run(&folder, &args, &slow, number, 2_000).await;
+        assert!(got == whole, "files of aimed round {number} differ from those of an undisturbed run");
+        lost += num_lost;
+    }
+    assert!(lost > 0, "no stop cost a lease: the test proves nothing");
 }
 
 /// SIGTERM: nothing new starts, what is finished is kept, the exit is 0, and the next start goes on.

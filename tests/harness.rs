@@ -285,9 +285,11 @@ impl Service {
             if let Some(id) = id
                 && self.batch(id).await.is_some_and(|batch| is_terminal(&batch))
             {
-                // The last places lie just behind the terminal state.
-                tokio::time::sleep(Duration::from_millis(300)).await;
-                return self.has_exited();
+                // The last places lie just behind the terminal state: in order to end, the
+                // process finishes the step that it is in.
+                self.signal("TERM");
+                let left = end.saturating_duration_since(Instant::now());
+                return !self.wait_exit(left).await.success();
             }
             assert!(Instant::now() < end, "neither crashed nor ended within {limit:?}\n{}", self.log_tail());
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -13,6 +13,7 @@ mod kill;
 mod late_commit;
 mod memory;
 mod metrics;
+mod peer;
 mod run;
 mod states;
 mod stops;

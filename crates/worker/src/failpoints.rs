@@ -44,9 +44,17 @@ pub const FINALIZE: &[&str] = &[
 /// In webhooks.
 pub const WEBHOOK: &[&str] = &["webhook::after_send"];
 
+/// In the sweep.
+pub const SWEEP: &[&str] = &[
+    "sweep::after_file_object",
+    "sweep::after_job_rows",
+    "sweep::after_unclaimed_object",
+    "sweep::after_orphan_object",
+];
+
 /// Every place, for tests that try each one. A test compares it with the code.
 pub fn all() -> impl Iterator<Item = &'static str> {
-    [SHARD, INTAKE, FINALIZE, WEBHOOK].into_iter().flatten().copied()
+    [SHARD, INTAKE, FINALIZE, WEBHOOK, SWEEP].into_iter().flatten().copied()
 }
 
 /// Does `act` at the `nth` pass of a place: ends the process as `kill -9` would, or
@@ -79,6 +87,7 @@ mod tests {
             include_str!("lifecycle/intake.rs"),
             include_str!("lifecycle/finalize.rs"),
             include_str!("lifecycle/webhook.rs"),
+            include_str!("lifecycle/sweep.rs"),
         ];
         let mut found: Vec<&str> = sources
             .iter()

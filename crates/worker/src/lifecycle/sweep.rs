@@ -79,6 +79,7 @@ async fn sweep_files(store: &dyn Store, blobs: &Blobs) -> Result<u64, Error> {
         for id in &files {
             // The object first: a row without an object would be swept again, an object without a row not at once.
             blobs.delete(&ObjectName::file(*id)).await.map_err(Error::blobs("delete a file"))?;
+            fail::fail_point!("sweep::after_file_object");
             store.forget_file(*id).await.map_err(Error::store("forget a file"))?;
         }
         removed += files.len() as u64;
@@ -94,6 +95,7 @@ async fn sweep_deleted_jobs(store: &dyn Store, blobs: &Blobs) -> Result<u64, Err
     for _ in 0..PIECES_MAX {
         let purged = store.purge_deleted_jobs(PIECE).await.map_err(Error::store("purge deleted jobs"))?;
         for job in purged.jobs {
+            fail::fail_point!("sweep::after_job_rows");
             blobs.remove_job(job).await.map_err(Error::blobs("delete the objects of a deleted job"))?;
             removed += 1;
         }
@@ -133,6 +135,7 @@ async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, age: Duration) -> Res
             store.known_files(&ids).await.map_err(Error::store("find files"))?.into_iter().collect();
         for id in ids.iter().filter(|id| !known.contains(id)) {
             blobs.delete(&ObjectName::file(*id)).await.map_err(Error::blobs("delete an unclaimed file"))?;
+            fail::fail_point!("sweep::after_unclaimed_object");
             removed += 1;
         }
     }
@@ -191,6 +194,7 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
         };
         if is_orphan {
             blobs.delete(&object.name).await.map_err(Error::blobs("delete an orphan"))?;
+            fail::fail_point!("sweep::after_orphan_object");
             removed += 1;
         }
     }

@@ -8,16 +8,22 @@ use overnight_store::{ClaimShard, Files, Jobs, Shards};
 use overnight_testing::service::numbered_lines;
 use overnight_testing::{Failing, ScriptedGenerate, TestService};
 use overnight_types::{Epoch, FileId, ItemIndex, JobId, JobState, ShardIndex, WorkerId};
-use overnight_worker::lifecycle::sweep::{SweepAges, sweep};
+use overnight_worker::failpoints;
+use overnight_worker::lifecycle::sweep::{SweepAges, Swept, sweep};
 
 /// An ended and deleted job whose rows are still there.
 async fn deleted_job(service: &TestService) -> JobId {
+    deleted_job_and_input(service).await.0
+}
+
+async fn deleted_job_and_input(service: &TestService) -> (JobId, FileId) {
     let job = service.submit(&numbered_lines(4)).await;
+    let input = service.job(job).await.input_file_id;
     let worker = service.start(&ScriptedGenerate::echo()).await;
     service.until_state(job, JobState::Completed).await;
     worker.shutdown(Duration::from_secs(5)).await;
     assert!(service.store.delete_job_if_terminal(job).await.unwrap().is_applied());
-    job
+    (job, input)
 }
 
 const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
@@ -139,4 +145,42 @@ async fn purge_that_dies_before_the_objects_is_made_good_by_the_next_sweep() {
     assert_eq!((swept.jobs, swept.orphans > 2), (0, true), "{swept:?}");
     assert!(!exists(&service, &index).await && !exists(&service, &manifest).await);
     assert!(!service.objects_dir().join("jobs").join(job.to_string()).exists());
+}
+
+// Whatever a sweep had come to when it died, the next one comes to the same end.
+#[tokio::test]
+async fn sweep_killed_at_each_crash_point_is_made_good_by_the_next_one() {
+    for &point in failpoints::SWEEP {
+        let service = TestService::new().await;
+        let (job, input) = deleted_job_and_input(&service).await;
+        assert!(service.store.delete_file_if_present(input).await.unwrap().is_applied());
+        let unclaimed = [FileId::new(), FileId::new()];
+        for id in unclaimed {
+            service.blobs.put(&ObjectName::file(id), Bytes::from_static(b"cut off")).await.unwrap();
+        }
+        let kept = service.submit_cut(&numbered_lines(8), 4).await;
+        let orphans = [orphan(&service, kept, 0, 0).await, orphan(&service, kept, 1, 0).await];
+        let claim = ClaimShard { worker: WorkerId::new(), ttl: Duration::from_secs(60), models: None, oldest: false };
+        for _ in 0..2 {
+            service.store.claim_shard(&claim).await.unwrap().expect("a shard is ready");
+        }
+
+        fail::cfg(point, "1*panic->off").unwrap();
+        let (store, blobs) = (service.store.clone(), service.blobs.clone());
+        let died = tokio::spawn(async move { sweep(&store, &blobs, &NOW).await }).await;
+        fail::remove(point);
+        assert!(died.is_err_and(|err| err.is_panic()), "{point} was never passed");
+
+        sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+        for name in orphans.iter().cloned().chain([input].into_iter().chain(unclaimed).map(ObjectName::file)) {
+            assert!(!exists(&service, &name).await, "{point}: {name} is left");
+        }
+        assert_eq!(service.store.known_files(&[input]).await.unwrap(), [], "{point}");
+        assert_eq!(service.store.known_jobs(&[job, kept]).await.unwrap(), [kept], "{point}");
+        assert!(!service.objects_dir().join("jobs").join(job.to_string()).exists(), "{point}");
+        let again = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+        assert_eq!(again, Swept::default(), "{point}: something was left for a third sweep");
+        let read = service.blobs.size(&ObjectName::file(service.job(kept).await.input_file_id)).await.unwrap();
+        assert!(read.is_some(), "{point}: what a job reads stays");
+    }
 }

@@ -1,14 +1,18 @@
 //! The disk is full for a while: the job waits, nothing is lost, and it ends as if
 //! nothing had been.
 //!
-//! The data folder lies on a small disk of its own, which only the server's process
-//! sees (a mount namespace); the test reaches it through `/proc/<pid>/root`.
+//! Two ways to the same end. With ENOSPC: the data folder lies on a small disk of its
+//! own, which only the server's process sees (a mount namespace); the test reaches it
+//! through `/proc/<pid>/root`. And without any privilege, on every machine: the system
+//! refuses each write of the server's process with EFBIG (RLIMIT_FSIZE), which the
+//! database tells as an I/O error.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::Value;
 
 use crate::harness::{Service, batch_binary, is_terminal, missing};
@@ -38,6 +42,49 @@ fn fill(path: &Path) {
     }
 }
 
+/// Runs the words after it so that a write beyond the limit is an error and no signal, and
+/// with a log that the limit does not meet, since another process writes it.
+fn with_writes_that_can_be_refused() -> Command {
+    let mut command = Command::new("bash");
+    command.args(["-c", "trap '' XFSZ; exec \"$@\" 2> >(exec cat >&2)", "bash"]);
+    command
+}
+
+/// Lets files of a process grow to so many bytes; `None`: without a limit.
+fn limit_files(service: &Service, bytes: Option<u64>) {
+    let pid = i32::try_from(service.pid()).ok().and_then(Pid::from_raw).expect("a process has a pid");
+    let limit = |current, maximum| prlimit(Some(pid), Resource::Fsize, Rlimit { current, maximum });
+    let before = limit(bytes, None).expect("a limit can be set on a child while its upper one stays open");
+    assert_eq!(before.maximum, None, "this test needs files without a hard limit (ulimit -Hf)");
+}
+
+/// A job that is under way when the disk fills up; `free` ends that.
+async fn a_full_disk_delays_and_loses_nothing(
+    service: &mut Service,
+    whole: &(Vec<Value>, Vec<Value>),
+    fill: impl AsyncFnOnce(&Service),
+    says: &str,
+    free: impl AsyncFnOnce(&Service),
+) {
+    service.wait_up(PATIENCE).await;
+    let file = service.upload("input.jsonl", input(2_000, 5)).await;
+    let id = service.create(&file, "/v1/completions").await;
+    let done = |batch: &Value| batch["request_counts"]["completed"].as_u64().unwrap_or(0);
+    service.wait_batch(&id, PATIENCE, |batch| done(batch) > 0).await;
+
+    fill(service).await;
+    service.wait_log(says, PATIENCE).await;
+    let batch = service.batch(&id).await.expect("the door answers on a full disk");
+    assert_eq!(batch["status"], "in_progress", "a full disk ends no job: {batch}");
+    assert_eq!(batch["request_counts"]["failed"].as_u64().map(|failed| failed > 20), Some(false), "{batch}");
+    assert!(done(&batch) < 1_980, "the disk was full too late to show anything: {batch}");
+
+    free(service).await;
+    let batch = service.wait_batch(&id, PATIENCE, is_terminal).await;
+    assert_eq!(batch["status"], "completed", "{batch}");
+    assert!(published(service, &batch).await == *whole, "files differ from those of an undisturbed run");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn full_disk_delays_a_job_and_loses_nothing() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -55,28 +102,31 @@ async fn full_disk_delays_a_job_and_loses_nothing() {
     // The guard at the door is for disks of another size.
     let env = [FAST, &[("OVERNIGHT_API__FREE_DISK_BYTES_MIN", "0")]].concat();
     let mut service = Service::start_below(program, &disk.join("data"), &args, &env);
-    service.wait_up(PATIENCE).await;
-    let seen_from_here = PathBuf::from(format!("/proc/{}/root", service.pid()));
-    let inside = |name: &str| seen_from_here.join(disk.strip_prefix("/").expect("absolute")).join(name);
-    let file = service.upload("input.jsonl", input(2_000, 5)).await;
-    let id = service.create(&file, "/v1/completions").await;
-    let done = |batch: &Value| batch["request_counts"]["completed"].as_u64().unwrap_or(0);
-    service.wait_batch(&id, PATIENCE, |batch| done(batch) > 0).await;
-
-    fill(&inside("filler"));
-    service.wait_log("No space left on device", PATIENCE).await;
-    let batch = service.batch(&id).await.expect("the door answers on a full disk");
-    assert_eq!(batch["status"], "in_progress", "a full disk ends no job: {batch}");
-    assert_eq!(batch["request_counts"]["failed"].as_u64().map(|failed| failed > 20), Some(false), "{batch}");
-    let at_most = done(&batch);
-    assert!(at_most < 1_980, "the disk was full too late to show anything: {batch}");
-
-    std::fs::remove_file(inside("filler")).expect("the filler can go");
-    let batch = service.wait_batch(&id, PATIENCE, is_terminal).await;
-    assert_eq!(batch["status"], "completed", "{batch}");
-    assert!(published(&service, &batch).await == whole, "files differ from those of an undisturbed run");
+    let filler = |service: &Service| {
+        let seen_from_here = PathBuf::from(format!("/proc/{}/root", service.pid()));
+        seen_from_here.join(disk.strip_prefix("/").expect("absolute")).join("filler")
+    };
+    let full = async |service: &Service| fill(&filler(service));
+    let free = async |service: &Service| std::fs::remove_file(filler(service)).expect("the filler can go");
+    a_full_disk_delays_and_loses_nothing(&mut service, &whole, full, "No space left on device", free).await;
     let mut beside = Command::new("nsenter");
     beside.args(["--preserve-credentials", "--user", "--mount", "--target", &service.pid().to_string()]);
     beside.arg(batch_binary());
     assert_eq!(service.unsound_below(beside), None);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn refused_writes_delay_a_job_and_lose_nothing() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let model = tiny_model(folder.path());
+    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
+    let whole = undisturbed(folder.path(), &args, input(2_000, 5), "/v1/completions").await;
+
+    let mut program = with_writes_that_can_be_refused();
+    program.arg(batch_binary());
+    let mut service = Service::start_below(program, &folder.path().join("data"), &args, FAST);
+    let full = async |service: &Service| limit_files(service, Some(0));
+    let free = async |service: &Service| limit_files(service, None);
+    a_full_disk_delays_and_loses_nothing(&mut service, &whole, full, "disk I/O error", free).await;
+    assert_eq!(service.unsound(), None);
 }

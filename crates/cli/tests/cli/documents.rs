@@ -82,6 +82,8 @@ fn tests_that_the_field_reports_name_exist() {
     assert!(named.len() > 50, "{} tests are named", named.len());
     let missing: Vec<&str> = named.into_iter().filter(|name| !code.contains(&format!("fn {name}("))).collect();
     assert_eq!(missing, Vec::<&str>::new(), "docs/field-reports.md names tests that are not there");
+    let cut: Vec<&str> = reports.split('`').skip(1).step_by(2).filter(|name| name.contains('…')).collect();
+    assert_eq!(cut, Vec::<&str>::new(), "a name that is cut cannot be looked for");
 }
 
 #[test]

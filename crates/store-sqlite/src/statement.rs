@@ -10,7 +10,8 @@ use crate::error::failed;
 use crate::transaction::Write;
 
 /// What a bound statement is run for. `doing` is words after "to", for errors; inside a
-/// transaction they are the transaction's own.
+/// transaction they are the transaction's own. A trait with one implementation, because
+/// only so does the end of a statement stand where its binds do: `.bind(a).rows(&mut write)`.
 pub(crate) trait Statement: Sized {
     /// Every row, each by `read`.
     async fn list<T>(

@@ -5,11 +5,12 @@
 //! its answers, and no night of work ends at a name that cannot be written.
 
 use std::ffi::OsStr;
+use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Exit, Failure, Result};
-use crate::output::escape;
+use crate::output::{Ui, escape};
 
 /// What a download or a run writes beside its output before the rename.
 const ON_THE_WAY: [&str; 3] = ["", ".partial", ".partial.json"];
@@ -90,6 +91,28 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
+}
+
+/// How each line of a file of failures begins, in every version.
+const FAILURE_BEGINS: &[u8] = b"{\"id\":\"batch_req_";
+
+/// Removes the failures of an earlier round from beside an output, all of which have an answer
+/// now. What somebody else wrote under that name stays, and is named.
+pub(crate) fn remove_failures(path: &Path, ui: &Ui) -> Result {
+    let mut start = Vec::new();
+    let mut file = match std::fs::File::open(path) {
+        Ok(file) if file.metadata()?.is_file() => file.take(FAILURE_BEGINS.len() as u64),
+        Ok(_) => return Ok(()),
+        Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(err) => return Err(err.into()),
+    };
+    file.read_to_end(&mut start)?;
+    if start == FAILURE_BEGINS {
+        std::fs::remove_file(path)?;
+    } else {
+        ui.summary(format!("{} is no file of failures and was left alone; no request failed", path.display()));
+    }
+    Ok(())
 }
 
 /// `out.jsonl` → `out.KIND.jsonl`; other names get `.KIND.jsonl` added.

@@ -291,11 +291,17 @@ fn failures_of_an_earlier_round_do_not_lie_beside_repaired_results() {
     let _server = Server::instant(&home);
     home.file("in.jsonl", &items(2, "m"));
     home.batch(&["submit", "in.jsonl", "--wait"]).expect(0);
-    home.file("out.errors.jsonl", "{}\n");
-    home.file("other.errors.jsonl", "{}\n");
+    let failure = "{\"id\":\"batch_req_1\",\"custom_id\":\"a\",\"response\":null,\"error\":{}}\n";
+    home.file("out.errors.jsonl", failure);
+    home.file("other.errors.jsonl", failure);
     home.batch(&["results", "last", "-o", "out.jsonl"]).expect(0);
     assert!(!home.path().join("out.errors.jsonl").exists());
     assert!(home.path().join("other.errors.jsonl").exists(), "only what belongs to this output");
+    // Somebody's own file under that name is never removed.
+    home.file("mine.errors.jsonl", "{\"custom_id\":\"a\"}\n");
+    let said = home.batch(&["results", "last", "-o", "mine.jsonl"]).expect(0);
+    assert!(home.path().join("mine.errors.jsonl").exists());
+    assert!(said.stderr.contains("mine.errors.jsonl is no file of failures"), "{}", said.stderr);
 }
 
 #[test]

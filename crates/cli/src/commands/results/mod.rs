@@ -207,9 +207,8 @@ async fn published(args: &ResultsArgs, batch: &Value, client: &Client, app: &App
     }
     let beside = outputs::beside(&args.output_file, "errors");
     if without_answer == 0 {
-        if !to_stdout && args.is_raw() && beside.is_file() {
-            // Those of an earlier round, all of which have an answer now.
-            std::fs::remove_file(&beside)?;
+        if !to_stdout && args.is_raw() {
+            outputs::remove_failures(&beside, &app.ui)?;
         }
         return Ok(());
     }

@@ -16,6 +16,7 @@ use crate::client::download::{Sink, Target};
 use crate::commands::results::Lines;
 use crate::error::{Exit, Failure, Result};
 use crate::output::{human, plain};
+use crate::outputs;
 use crate::remedy::{self, Group};
 use crate::service::Place;
 
@@ -40,9 +41,8 @@ pub(super) async fn publish(place: &Place, job: &Job, output: &Path, errors: &Pa
     let mut groups = BTreeMap::new();
     if without_answer > 0 {
         copy(place, job.error_file_id, errors, |line| count(line, &mut groups)).await?;
-    } else if errors.is_file() && output.as_os_str() != "-" {
-        // Those of an earlier round of this run, all of which have an answer now.
-        std::fs::remove_file(errors)?;
+    } else if output.as_os_str() != "-" {
+        outputs::remove_failures(errors, &app.ui)?;
     }
     let to = if output.as_os_str() == "-" { "stdout".to_owned() } else { output.display().to_string() };
     let mut text = format!("{} in {to}", human::counted(counts.completed, "answer"));

@@ -103,7 +103,7 @@ for name in $parts; do
     goldens) has logits goldens && part goldens 120 python3 tests/goldens/compare_cuda.py "$bin/logits" ;;
     bench)
       if has batch bench; then
-        part bench 180 "$bin/batch" bench kernels --format table --output-json "$out/kernels.json"
+        part bench 180 "$bin/batch" bench kernels --output-json "$out/kernels.json"
         cp "$work/logs/bench.log" "$out/kernels.txt" 2>/dev/null
       fi
       ;;

@@ -212,6 +212,8 @@ extern "C" __global__ void __launch_bounds__(256)
                     (float)((double)from_order_key((u32)(last >> 32)) - log_sum);
             }
             const u64 next = best_below(v, last, chunk, lane);
+            // Every lane has read what lane 0 now replaces.
+            __syncwarp();
             if (lane == 0) largest[chunk] = (u32)(next >> 32);
             __syncwarp();
         }

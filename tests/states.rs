@@ -143,7 +143,7 @@ async fn finished_half_of_a_killed_batch_can_be_read() {
     service.wait_up(PATIENCE).await;
     let batch = service.batch(&id).await.expect("the door answers");
     assert_eq!(batch["status"], "in_progress", "the kill came too late: {batch}");
-    let path = format!("/v1/batches/{id}/results?limit=10000&order=input");
+    let path = format!("/v1/batches/{id}/results?limit=10000&order=completion");
     let (status, text) = service.call("GET", &path, None).await.expect("an answer");
     assert_eq!(status, 200, "{text}");
     let text = text.as_str().expect("JSON lines").to_owned();

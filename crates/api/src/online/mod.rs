@@ -1,6 +1,6 @@
 //! Online routes: one request, answered while somebody waits.
 //!
-//! They use the same mapper and the same [`Generate`](overnight_worker::generate::Generate)
+//! They use the same mapper and the same [`Generate`]
 //! as jobs, and go before job items in the engine. Their number at once is bounded.
 
 mod answer;

@@ -187,13 +187,13 @@ fn check_model(name: &[u8], line: u64, first_model: &mut Option<FirstModel>, fin
 
 /// Adds `model_not_found` when the file's model is not served here.
 pub(crate) fn check_served(first_model: Option<&FirstModel>, models: &KnownModels, findings: &mut Findings) {
-    let Some(first) = first_model.filter(|first| !models.serves(&first.name)) else { return };
+    let (Some(first), KnownModels::Named(names)) = (first_model, models) else { return };
+    if models.serves(&first.name) {
+        return;
+    }
     findings.add(IntakeCode::ModelNotFound, Some(first.line), Some("body.model"), || {
-        let served = match models {
-            KnownModels::Named(names) => names.join(", "),
-            KnownModels::Any => "all".to_owned(),
-        };
-        format!("the model {:?} is not served here; served are: {served}", cut(&first.name))
+        let remedy = "name one of them, or start a worker with it";
+        format!("the model {:?} is not served here; served are: {}; {remedy}", cut(&first.name), names.join(", "))
     });
 }
 

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use overnight_store::{JobQuery, Jobs};
@@ -9,7 +11,7 @@ use overnight_store_sqlite::{Options, SqliteStore};
 use serde_json::{Value, json};
 
 use crate::harness::batch_binary;
-use crate::kill::{FAST, copy_of_database, essence, input, tiny_model};
+use crate::kill::{FAST, essence, input, tiny_model};
 use crate::peer::Peer;
 
 fn command(folder: &Path, data_dir: &str, out: &str) -> Command {
@@ -82,10 +84,10 @@ fn run_of_changed_input_is_a_job_of_its_own() {
     assert_eq!(lines(&folder.join("out.jsonl")), fresh);
 }
 
-/// Outcomes that a killed run had recorded, failed ones too.
+/// Outcomes that a run has recorded so far, failed ones too; 0 while there is no database.
 async fn num_recorded(data_dir: &Path) -> u64 {
-    let copy = copy_of_database(data_dir);
-    let store = SqliteStore::open(copy.path().join("overnight.db"), Options::default()).await.expect("it opens");
+    let options = Options { migrate: false, ..Options::default() };
+    let Ok(store) = SqliteStore::open(data_dir.join("overnight.db"), options).await else { return 0 };
     let jobs = store.list_jobs(JobQuery { limit: 10, ..JobQuery::default() }).await.expect("it can be read").rows;
     let mut num = 0;
     for job in jobs {
@@ -109,7 +111,16 @@ async fn killed_run_asks_only_for_what_has_no_outcome() {
     });
     let text: String = lines.map(|line| format!("{line}\n")).collect();
     std::fs::write(folder.join("input.jsonl"), text).expect("input is written");
-    let remote = Peer::start(|body, _| {
+    // Answers that the engine may have given: it waits there, so that every kill meets work.
+    let (allowed, given) = (Arc::new(AtomicUsize::new(0)), AtomicUsize::new(0));
+    let limit = allowed.clone();
+    let remote = Peer::start(move |body, _| {
+        let number = given.fetch_add(1, Ordering::SeqCst);
+        tokio::task::block_in_place(|| {
+            while number >= limit.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
         if body.contains("7\"") {
             return (400, r#"{"error":{"message":"not this one","code":"no"}}"#.to_owned());
         }
@@ -131,8 +142,6 @@ async fn killed_run_asks_only_for_what_has_no_outcome() {
             .arg(format!("engine.base_urls=[\"{}\"]", remote.url))
             .args(["--set", "engine.max_num_seqs=4", "run", "input.jsonl", "-o", "out.jsonl"])
             .envs(FAST.iter().copied())
-            // Slow enough that every kill meets work.
-            .env("FAILPOINTS", "worker::segment_after_commit=sleep(50)")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .kill_on_drop(true);
@@ -140,23 +149,28 @@ async fn killed_run_asks_only_for_what_has_no_outcome() {
     };
     let mut recorded = 0;
     for share in [1, 2, 3] {
-        let before = remote.bodies().len();
-        let mut child = command().spawn().expect("batch starts");
         // A quarter of the work more each time.
+        let target = remote.bodies().len().max(share * ITEMS / 4) + 8;
+        allowed.store(target, Ordering::SeqCst);
+        let mut child = command().spawn().expect("batch starts");
         let end = Instant::now() + Duration::from_secs(60);
-        while remote.bodies().len() < before.max(share * ITEMS / 4) + 8 {
-            assert!(Instant::now() < end, "only {} requests came", remote.bodies().len());
+        let mut now = recorded;
+        while remote.bodies().len() <= target || now <= recorded {
+            let asked = remote.bodies().len();
+            assert!(Instant::now() < end, "{asked} of {target} requests came, {now} outcomes are recorded");
             assert!(child.try_wait().expect("a child can be asked").is_none(), "the kill comes too late");
-            tokio::time::sleep(Duration::from_millis(2)).await;
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            now = num_recorded(&folder.join("data")).await;
         }
         child.kill().await.expect("a child can be killed");
         let now = num_recorded(&folder.join("data")).await;
-        assert!(now >= recorded, "{now} outcomes, after {recorded}");
+        assert!(now > recorded, "{now} outcomes, after {recorded}");
         recorded = now;
     }
-    assert!(recorded > 0, "the kills came before anything was recorded: the test proves nothing");
+    allowed.store(usize::MAX, Ordering::SeqCst);
     let before = remote.bodies().len();
-    let output = command().output().await.expect("batch starts");
+    let output = tokio::time::timeout(Duration::from_secs(60), command().output()).await;
+    let output = output.expect("the last run ends").expect("batch starts");
     assert_eq!(output.status.code(), Some(3), "some lines fail: {}", String::from_utf8_lossy(&output.stderr));
     let asked = remote.bodies().split_off(before);
     assert_eq!(asked.len() as u64, ITEMS as u64 - recorded, "{recorded} outcomes were recorded");

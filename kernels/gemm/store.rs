@@ -23,8 +23,9 @@ pub struct Identity {
     pub dtype: Dtype,
 }
 
-/// The format written here. 2: only algorithms that add partial sums in f32.
-pub const FORMAT: u32 = 2;
+/// The format written here. 2: only algorithms that add partial sums in f32. 3: short products
+/// are timed as graphs.
+pub const FORMAT: u32 = 3;
 
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 struct File {

@@ -9,10 +9,22 @@ use crate::graph::Graph;
 use crate::memory::DeviceSlice;
 use crate::{Error, Event, Stream};
 
-/// Candidates that the library is asked for.
-const NUM_CANDIDATES: usize = 16;
+/// Candidates that the library is asked for: more than it has for a shape.
+const NUM_CANDIDATES: usize = 128;
+/// Its favourites, which are all that is tried where a product takes long: there they are in
+/// its order, and each try costs.
+const NUM_FAVOURITES: usize = 16;
+/// From this many microseconds on a product takes long.
+const LONG_US: f32 = 60.0;
 /// Timed calls of each, after one that is not timed.
 const NUM_CALLS: usize = 6;
+/// A product that is shorter takes less than its launch, so the calls of a first look cannot
+/// tell candidates apart; those within this share of the best go on to be replayed as graphs.
+const CLOSE: f32 = 1.5;
+/// Most of them, the fastest ones.
+const NUM_FINALISTS: usize = 24;
+/// Microseconds that a finalist's graph takes, about.
+const FINALIST_GRAPH_US: f32 = 300.0;
 
 /// What was found for a shape.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -48,6 +60,9 @@ pub struct Contest {
     pub num_algorithms: usize,
 }
 
+/// y, x and weights.
+type Operands<'a> = (DeviceSlice<u16>, DeviceSlice<u16>, &'a [DeviceSlice<u16>]);
+
 impl Gemm {
     /// Finds the fastest algorithm for the bucket of `shape` and keeps it. `weights` are
     /// matrices `[N, K]`, taken in turns so that each call reads from memory (give as many as
@@ -68,27 +83,75 @@ impl Gemm {
             check(y, x, w, shape)?;
         }
         let [w, x_layout, y_layout] = self.make_layouts(shape)?;
-        let candidates = self.heuristics(shape, [&w, &x_layout, &y_layout], NUM_CANDIDATES)?;
+        let mut candidates = self.heuristics(shape, [&w, &x_layout, &y_layout], NUM_CANDIDATES)?;
         let mut layouts = Layouts { w, x: x_layout, y: y_layout, algorithm: candidates[0] };
+        let operands = (y, x, weights);
         let mut turn = 0;
-        let mut times = Vec::with_capacity(candidates.len());
-        for candidate in &candidates {
-            times.push(self.time(stream, (y, x), weights, &mut turn, shape, &layouts, candidate)?);
+        let mut first_us = f32::INFINITY;
+        let mut times: Vec<(f32, lt::cublasLtMatmulAlgo_t)> = Vec::with_capacity(candidates.len());
+        for (rank, candidate) in candidates.drain(..).enumerate() {
+            let best_us = times.iter().map(|(us, _)| *us).fold(f32::INFINITY, f32::min);
+            if rank >= NUM_FAVOURITES && best_us >= LONG_US {
+                break;
+            }
+            let time = self.time(stream, operands, &mut turn, shape, &layouts, &candidate)?;
+            if rank == 0 {
+                first_us = time.unwrap_or(f32::INFINITY);
+            }
+            times.extend(time.map(|us| (us, candidate)));
         }
-        let first_us = times[0].unwrap_or(f32::INFINITY);
-        let best = times
-            .iter()
-            .zip(&candidates)
-            .filter_map(|(time, candidate)| time.map(|time| (time, candidate)))
-            .min_by(|a, b| a.0.total_cmp(&b.0));
-        let Some((best_us, &algorithm)) = best else {
+        let num_candidates = times.len();
+        times.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let Some(&(mut best_us, mut algorithm)) = times.first() else {
             let status = "no algorithm runs".to_owned();
             return Err(Error::Launch { kernel: "gemm".to_owned(), dims: format!("{shape:?}"), status });
         };
+        if best_us < LONG_US {
+            times.retain(|(us, _)| *us <= best_us * CLOSE);
+            times.truncate(NUM_FINALISTS);
+            let finalists = times.iter().map(|(_, candidate)| candidate);
+            if let Some((us, winner)) = self.finals(stream, operands, shape, &layouts, finalists)? {
+                (best_us, algorithm) = (us, winner);
+            }
+        }
         self.algorithms.insert(shape, algorithm.data);
         layouts.algorithm = algorithm;
         self.layouts.insert(shape, layouts);
-        Ok(Some(Timing { num_candidates: times.iter().flatten().count(), first_us, best_us }))
+        Ok(Some(Timing { num_candidates, first_us, best_us }))
+    }
+
+    /// The fastest of the finalists as a graph of calls, with its microseconds a call; `None`
+    /// when none can be recorded. The best three are replayed in turns, so that a change of
+    /// the clock between them decides nothing.
+    fn finals<'a>(
+        &self,
+        stream: &Stream,
+        operands: Operands<'_>,
+        shape: Shape,
+        layouts: &Layouts,
+        finalists: impl Iterator<Item = &'a lt::cublasLtMatmulAlgo_t>,
+    ) -> Result<Option<(f32, lt::cublasLtMatmulAlgo_t)>, Error> {
+        let mut heats = Vec::new();
+        for algorithm in finalists {
+            let limits = (f32::INFINITY, FINALIST_GRAPH_US);
+            if let Some(contestant) = self.contestant(stream, operands, shape, layouts, algorithm, limits)? {
+                heats.push((contestant.median(stream, HEATS)?, contestant, *algorithm));
+            }
+        }
+        heats.sort_by(|a, b| a.0.total_cmp(&b.0));
+        heats.truncate(3);
+        let mut replays = vec![Vec::with_capacity(FINALS); heats.len()];
+        for _ in 0..FINALS {
+            for (times, (_, contestant, _)) in replays.iter_mut().zip(&heats) {
+                times.push(contestant.replay(stream)?);
+            }
+        }
+        let medians = replays.into_iter().map(|mut times| {
+            times.sort_by(f32::total_cmp);
+            times[FINALS / 2]
+        });
+        let best = medians.zip(&heats).min_by(|a, b| a.0.total_cmp(&b.0));
+        Ok(best.map(|(us, (_, _, algorithm))| (us, *algorithm)))
     }
 
     /// Compares the algorithm that [`Gemm::run`] takes for exactly this shape with every one that
@@ -108,8 +171,11 @@ impl Gemm {
         self.prepare(shape)?;
         let layouts = &self.layouts[&shape];
         let operands = (y, x, weights);
+        let limits = |us| (us, GRAPH_US);
         let offered = self.heuristics(shape, [&layouts.w, &layouts.x, &layouts.y], NUM_CONTESTANTS)?;
-        let Some(ours) = self.contestant(stream, operands, shape, layouts, &layouts.algorithm, f32::INFINITY)? else {
+        let Some(ours) =
+            self.contestant(stream, operands, shape, layouts, &layouts.algorithm, limits(f32::INFINITY))?
+        else {
             let status = "the algorithm in use does not run".to_owned();
             return Err(Error::Launch { kernel: "gemm".to_owned(), dims: format!("{shape:?}"), status });
         };
@@ -117,7 +183,8 @@ impl Gemm {
         let mut best = None;
         for algorithm in offered.iter().filter(|offered| offered.data != layouts.algorithm.data) {
             num_algorithms += 1;
-            let Some(other) = self.contestant(stream, operands, shape, layouts, algorithm, best_us * HOPELESS)? else {
+            let limits = limits(best_us * HOPELESS);
+            let Some(other) = self.contestant(stream, operands, shape, layouts, algorithm, limits)? else {
                 continue;
             };
             let us = other.median(stream, HEATS)?;
@@ -140,16 +207,16 @@ impl Gemm {
         Ok(Contest { ours_us, ours_us_min: of_ours[0], best_us, num_algorithms })
     }
 
-    /// The graph of a contestant; `None` when the library refuses it after all, or one call takes
-    /// longer than `limit_us`.
+    /// The graph of a contestant, of about `graph_us`; `None` when the library refuses it after
+    /// all, or one call takes longer than `limit_us`.
     fn contestant(
         &self,
         stream: &Stream,
-        (y, x, weights): (DeviceSlice<u16>, DeviceSlice<u16>, &[DeviceSlice<u16>]),
+        (y, x, weights): Operands<'_>,
         shape: Shape,
         layouts: &Layouts,
         algorithm: &lt::cublasLtMatmulAlgo_t,
-        limit_us: f32,
+        (limit_us, graph_us): (f32, f32),
     ) -> Result<Option<Contestant>, Error> {
         let call = |turn: usize| self.launch(stream, y, x, weights[turn % weights.len()], shape, layouts, algorithm);
         // The first call loads code.
@@ -166,7 +233,7 @@ impl Gemm {
             return Ok(None);
         }
         // A whole number of rounds over the weights, unless they are too many for the time.
-        let num_calls = ((GRAPH_US / us.max(1.0)) as usize).clamp(2, 64);
+        let num_calls = ((graph_us / us.max(1.0)) as usize).clamp(2, 64);
         let rounds = num_calls / weights.len();
         let num_calls = if rounds == 0 { num_calls } else { rounds * weights.len() };
         let graph = match Graph::record(stream, || (0..num_calls).try_for_each(call)) {
@@ -181,12 +248,10 @@ impl Gemm {
     }
 
     /// Microseconds a call, `None` when the library refuses the candidate after all.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one product")]
     fn time(
         &self,
         stream: &Stream,
-        (y, x): (DeviceSlice<u16>, DeviceSlice<u16>),
-        weights: &[DeviceSlice<u16>],
+        (y, x, weights): Operands<'_>,
         turn: &mut usize,
         shape: Shape,
         layouts: &Layouts,

@@ -148,7 +148,7 @@ struct Left {
 
 /// A copy of a killed server's database in a folder of its own: the next start finds the
 /// original as the kill left it.
-pub(crate) fn copy_of_database(data_dir: &Path) -> tempfile::TempDir {
+fn copy_of_database(data_dir: &Path) -> tempfile::TempDir {
     let copy = tempfile::tempdir().expect("a temporary folder");
     for name in ["overnight.db", "overnight.db-wal"] {
         // Without a log when all of it had been taken over.

@@ -9,20 +9,14 @@ use crate::graph::Graph;
 use crate::memory::DeviceSlice;
 use crate::{Error, Event, Stream};
 
-/// Candidates that the library is asked for: more than it has for a shape.
-const NUM_CANDIDATES: usize = 128;
-/// Its favourites, which are all that is tried where a product takes long: there they are in
-/// its order, and each try costs.
-const NUM_FAVOURITES: usize = 16;
-/// From this many microseconds on a product takes long.
-const LONG_US: f32 = 60.0;
+/// Algorithms that the library is asked for: more than it has for a shape (13.1 offers eight).
+const NUM_OFFERED: usize = 128;
 /// Timed calls of each, after one that is not timed.
 const NUM_CALLS: usize = 6;
-/// A product that is shorter takes less than its launch, so the calls of a first look cannot
-/// tell candidates apart; those within this share of the best go on to be replayed as graphs.
+/// From this many microseconds on single calls tell algorithms apart. A shorter product takes
+/// about as long as its launch: there those within `CLOSE` of the best are replayed as graphs.
+const LONG_US: f32 = 60.0;
 const CLOSE: f32 = 1.5;
-/// Most of them, the fastest ones.
-const NUM_FINALISTS: usize = 24;
 /// Microseconds that a finalist's graph takes, about.
 const FINALIST_GRAPH_US: f32 = 300.0;
 
@@ -37,11 +31,9 @@ pub struct Timing {
     pub best_us: f32,
 }
 
-/// Candidates of a contest: more than the library has for a shape.
-const NUM_CONTESTANTS: usize = 128;
 /// Microseconds that the calls of a contestant's graph take together, about.
 const GRAPH_US: f32 = 1500.0;
-/// Replays of each graph: to find the best one, and of the last two in turns.
+/// Replays of each graph: to find the best ones, and of those in turns.
 const HEATS: usize = 3;
 const FINALS: usize = 11;
 /// Contestants this many times slower than the best one so far are out after one call.
@@ -83,17 +75,13 @@ impl Gemm {
             check(y, x, w, shape)?;
         }
         let [w, x_layout, y_layout] = self.make_layouts(shape)?;
-        let mut candidates = self.heuristics(shape, [&w, &x_layout, &y_layout], NUM_CANDIDATES)?;
+        let candidates = self.heuristics(shape, [&w, &x_layout, &y_layout], NUM_OFFERED)?;
         let mut layouts = Layouts { w, x: x_layout, y: y_layout, algorithm: candidates[0] };
         let operands = (y, x, weights);
         let mut turn = 0;
         let mut first_us = f32::INFINITY;
         let mut times: Vec<(f32, lt::cublasLtMatmulAlgo_t)> = Vec::with_capacity(candidates.len());
-        for (rank, candidate) in candidates.drain(..).enumerate() {
-            let best_us = times.iter().map(|(us, _)| *us).fold(f32::INFINITY, f32::min);
-            if rank >= NUM_FAVOURITES && best_us >= LONG_US {
-                break;
-            }
+        for (rank, candidate) in candidates.into_iter().enumerate() {
             let time = self.time(stream, operands, &mut turn, shape, &layouts, &candidate)?;
             if rank == 0 {
                 first_us = time.unwrap_or(f32::INFINITY);
@@ -108,7 +96,6 @@ impl Gemm {
         };
         if best_us < LONG_US {
             times.retain(|(us, _)| *us <= best_us * CLOSE);
-            times.truncate(NUM_FINALISTS);
             let finalists = times.iter().map(|(_, candidate)| candidate);
             if let Some((us, winner)) = self.finals(stream, operands, shape, &layouts, finalists)? {
                 (best_us, algorithm) = (us, winner);
@@ -172,7 +159,7 @@ impl Gemm {
         let layouts = &self.layouts[&shape];
         let operands = (y, x, weights);
         let limits = |us| (us, GRAPH_US);
-        let offered = self.heuristics(shape, [&layouts.w, &layouts.x, &layouts.y], NUM_CONTESTANTS)?;
+        let offered = self.heuristics(shape, [&layouts.w, &layouts.x, &layouts.y], NUM_OFFERED)?;
         let Some(ours) =
             self.contestant(stream, operands, shape, layouts, &layouts.algorithm, limits(f32::INFINITY))?
         else {

@@ -99,14 +99,12 @@ const FAILURE_BEGINS: &[u8] = b"{\"id\":\"batch_req_";
 /// Removes the failures of an earlier round from beside an output, all of which have an answer
 /// now. What somebody else wrote under that name stays, and is named.
 pub(crate) fn remove_failures(path: &Path, ui: &Ui) -> Result {
+    // Looked at before it is opened: a pipe under that name would keep the reader waiting.
+    if !path.is_file() {
+        return Ok(());
+    }
     let mut start = Vec::new();
-    let mut file = match std::fs::File::open(path) {
-        Ok(file) if file.metadata()?.is_file() => file.take(FAILURE_BEGINS.len() as u64),
-        Ok(_) => return Ok(()),
-        Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(err) => return Err(err.into()),
-    };
-    file.read_to_end(&mut start)?;
+    std::fs::File::open(path)?.take(FAILURE_BEGINS.len() as u64).read_to_end(&mut start)?;
     if start == FAILURE_BEGINS {
         std::fs::remove_file(path)?;
     } else {

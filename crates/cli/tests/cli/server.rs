@@ -302,6 +302,11 @@ fn failures_of_an_earlier_round_do_not_lie_beside_repaired_results() {
     let said = home.batch(&["results", "last", "-o", "mine.jsonl"]).expect(0);
     assert!(home.path().join("mine.errors.jsonl").exists());
     assert!(said.stderr.contains("mine.errors.jsonl is no file of failures"), "{}", said.stderr);
+    // Nor is a pipe read, which would never end.
+    let pipe = home.path().join("pipe.errors.jsonl");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo starts").success());
+    home.batch(&["results", "last", "-o", "pipe.jsonl"]).expect(0);
+    assert!(pipe.exists());
 }
 
 #[test]

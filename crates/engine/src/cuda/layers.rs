@@ -32,8 +32,8 @@ impl CudaModel {
         let num_logits = step.logits_tokens.len() as u32;
         let is_decode = num_decode == num_rows && num_logits == num_rows && num_rows > 0;
         let chunk = self.kernels.decode.chunk();
-        let fits = num_chunks(step.context_lens, chunk) <= DECODE_CHUNKS_MAX;
-        if is_decode && fits && !self.enforce_eager && self.graphs.bucket(num_rows).is_some() {
+        let graph_rows = self.graphs.bucket(num_rows).filter(|_| is_decode && !self.enforce_eager);
+        if graph_rows.is_some_and(|rows| fits_padded(step.context_lens, rows, chunk)) {
             return self.replay(step, num_blocks);
         }
         let mut tiles = std::mem::take(&mut self.tiles);
@@ -268,9 +268,12 @@ fn prefill_row(step: &StepInput<'_>, row: u32) -> Row {
     Row { row, query_len: step.cu_seqlens[at + 1] - step.cu_seqlens[at], context_len: step.context_lens[at] }
 }
 
-/// Chunks of decode attention that rows of these lengths have, at most.
-fn num_chunks(context_lens: &[u32], chunk: u32) -> u32 {
-    context_lens.iter().map(|len| len.div_ceil(chunk)).sum()
+/// Whether the work list of decode attention holds the chunks of these rows and of those that pad
+/// them to the `rows` of a graph: a padding row has one token, hence one chunk.
+fn fits_padded(context_lens: &[u32], rows: u32, chunk: u32) -> bool {
+    let num_padding = u64::from(rows) - context_lens.len() as u64;
+    let num_real: u64 = context_lens.iter().map(|len| u64::from(len.div_ceil(chunk))).sum();
+    num_real + num_padding <= u64::from(DECODE_CHUNKS_MAX)
 }
 
 /// Runs of decode rows whose chunks fit the work space.
@@ -295,6 +298,18 @@ fn decode_splits(context_lens: &[u32], chunk: u32) -> Vec<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn padding_of_a_graph_takes_room_in_the_work_list() {
+        let chunk = 768;
+        // Nine chunks a row: 910 rows have 8,190 of 8,192, which their graph of 1,024 exceeds.
+        let fits = |num_rows: usize, rows| fits_padded(&vec![9 * chunk; num_rows], rows, chunk);
+        assert!(fits(896, 896) && fits(832, 832));
+        assert!(![897, 909, 910, 1023, 1024].into_iter().any(|num_rows| fits(num_rows, 1024)));
+        assert!(fits_padded(&[8 * chunk; 1024], 1024, chunk), "8,192 chunks fill the list");
+        assert!(!fits_padded(&[8 * chunk; 1023], 1024, 767), "and one more is too many");
+        assert!(fits_padded(&[1], 1024, chunk));
+    }
 
     #[test]
     fn decode_rows_are_split_where_their_chunks_exceed_the_work_space() {

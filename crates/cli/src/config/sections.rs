@@ -55,6 +55,8 @@ pub(crate) struct EngineSource {
     pub(crate) chat_template: Option<PathBuf>,
     /// For kind `local`: most times in an hour that a broken engine is built anew.
     pub(crate) rebuilds_max: u32,
+    /// For kind `instant`: answers a second; 0 for no limit.
+    pub(crate) instant_items_per_s: u32,
     /// For kind `openai`.
     pub(crate) base_urls: Vec<String>,
     /// For kind `openai`.
@@ -72,6 +74,7 @@ impl Default for EngineSource {
             load_format: LoadFormat::default(),
             chat_template: None,
             rebuilds_max: 10,
+            instant_items_per_s: 0,
             base_urls: Vec::new(),
             api_key: None,
             api_key_file: None,
@@ -88,6 +91,7 @@ impl EngineSource {
         "load_format",
         "chat_template",
         "rebuilds_max",
+        "instant_items_per_s",
         "base_urls",
         "api_key",
         "api_key_file",
@@ -268,6 +272,9 @@ pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     }
     if source.kind != EngineKind::Local && source.chat_template.is_some() {
         found.push(("engine.chat_template", "is read only with engine.kind = \"local\"".to_owned()));
+    }
+    if source.kind != EngineKind::Instant && source.instant_items_per_s > 0 {
+        found.push(("engine.instant_items_per_s", "is read only with engine.kind = \"instant\"".to_owned()));
     }
     if source.rebuilds_max > 1_000 {
         found.push(("engine.rebuilds_max", "allowed is 0 to 1000".to_owned()));

@@ -8,7 +8,7 @@ use overnight_engine::load::{LoadFormat, ModelSource, load_forward_on, load_on};
 use overnight_engine::text::Text;
 use overnight_engine::{DeviceKind, Engine, EngineConfig, EngineHandle};
 use overnight_worker::generate::Generate;
-use overnight_worker::instant::InstantGenerate;
+use overnight_worker::instant::{InstantGenerate, PacedGenerate};
 use overnight_worker::local::LocalEngine;
 use overnight_worker::mapper::{Mapper, ModelLimits};
 use overnight_worker::remote::{RemoteConfig, RemoteGenerate};
@@ -121,7 +121,10 @@ pub(crate) fn start(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
         EngineKind::Local => start_local(config, stage),
         EngineKind::Openai => start_remote(config),
         EngineKind::Instant => Ok(Started {
-            generate: Arc::new(InstantGenerate::default()),
+            generate: match config.engine.source.instant_items_per_s {
+                0 => Arc::new(InstantGenerate::default()),
+                rate => Arc::new(PacedGenerate::new(rate)),
+            },
             mapper: Mapper::remote(None),
             producer: producer("instant engine"),
             handle: None,

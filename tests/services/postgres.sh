@@ -4,7 +4,8 @@
 #   postgres.sh start FOLDER            starts it (again, on the same port, if it was stopped)
 #   postgres.sh stop FOLDER [MODE]      MODE: fast (default), immediate (as a crash), smart
 #   postgres.sh restart FOLDER [MODE]
-# `start` prints OVERNIGHT_TEST_POSTGRES_URL, a superuser's URL of an empty database.
+# `start` prints OVERNIGHT_TEST_POSTGRES_URL, a superuser's URL, and OVERNIGHT_TEST_POSTGRES_BIN,
+# where the server's programs are.
 # Without binaries it says so and prints nothing: the tests decide whether they need it.
 set -euo pipefail
 verb=${1-} folder=${2-} mode=${3-fast}
@@ -72,6 +73,7 @@ start() {
     echo "$port" >"$root/port"
   fi
   echo "export OVERNIGHT_TEST_POSTGRES_URL='postgres://overnight:overnight-test-secret@127.0.0.1:$port/postgres'"
+  echo "export OVERNIGHT_TEST_POSTGRES_BIN='$bin'"
 }
 
 stop() {

@@ -3,8 +3,6 @@
 mod audit;
 mod fixture;
 mod schema;
-mod search;
 mod single_file;
-mod transitions;
 
 overnight_store::store_conformance!(crate::fixture::open);

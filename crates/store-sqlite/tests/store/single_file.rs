@@ -3,11 +3,9 @@
 use std::time::Duration;
 
 use overnight_store::conformance::builders::*;
-use overnight_store::{
-    AttemptEnd, CancelMode, Error, Files, Guarded, InsertJob, Jobs, Segments, Shards, Steps, Store, Wake,
-};
+use overnight_store::{Files, Jobs, Segments, Shards, Store};
 use overnight_store_sqlite::{ClockOffset, Options, SqliteStore};
-use overnight_types::{Class, JobId, JobState, ShardIndex, ShardState, WorkerId};
+use overnight_types::{Class, ShardIndex, ShardState, WorkerId};
 
 async fn open(options: Options) -> (SqliteStore, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
@@ -49,92 +47,8 @@ async fn eight_writers_meet_without_an_error() {
     assert_eq!(finalize(&first, job.id).await.final_counts.unwrap().completed, 4 * 96);
 }
 
-// MailFathom#1989, mlflow PR#25199, occurrent PR#664: leases by the worker's clock let
-// skew steal or delay work.
-/// No call takes a moment from its caller, so only the database's clock ends a lease:
-/// a store whose clock is five minutes behind or ahead is the one that decides.
-#[tokio::test]
-async fn leases_end_by_the_databases_clock_alone() {
-    let clock = ClockOffset::default();
-    let (store, _folder) = open(Options { clock_offset: clock.clone(), ..Options::default() }).await;
-    running_job(&store, &[1]).await;
-    let mut held = lease(&store, WorkerId::new()).await;
-    let by_worker = overnight_types::Timestamp::now();
-    clock.advance(TTL - Duration::from_secs(5));
-    assert_eq!(try_lease(&store, WorkerId::new()).await, None);
-    clock.advance(Duration::from_secs(300));
-    let taken = lease(&store, WorkerId::new()).await;
-    assert!(overnight_types::Timestamp::now().since(by_worker) < TTL, "by the worker's clock the lease still runs");
-    assert!(!commit(&store, &mut held, &[0], &[]).await.is_applied());
-    assert_eq!(taken.shard.epoch.0, 2);
-}
-
-// PrintStash#181, the five checks of a queue that it qualified: enqueue with the
-// caller's transaction, no acknowledgement of a successor's work, no reuse of a
-// worker's identity, retryable failures are not stranded, a busy database is waited for.
-/// 1: a job and its idempotency key are recorded together or not at all.
-#[tokio::test]
-async fn refused_create_leaves_nothing() {
-    let (store, _folder) = open(Options::default()).await;
-    let input = input(&store).await;
-    let job = insert(&store, new_job(input)).await;
-    let key = overnight_store::IdempotencyKey { key: "k".into(), params_sha256: [1; 32] };
-    let twice = overnight_store::NewJob { id: job.id, ..new_job(input) };
-    let refused = store.insert_job(twice, Some(key.clone())).await;
-    assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
-    assert!(matches!(store.insert_job(new_job(input), Some(key)).await.unwrap(), InsertJob::Created(_)));
-}
-
-/// 2: an acknowledgement that comes late, of the same shard in a later lease, is lost.
-#[tokio::test]
-async fn late_acknowledgement_overwrites_no_successor() {
-    let clock = ClockOffset::default();
-    let (store, _folder) = open(Options { clock_offset: clock.clone(), ..Options::default() }).await;
-    let job = running_job(&store, &[2]).await;
-    let mut stale = lease(&store, WorkerId::new()).await;
-    clock.advance(TTL + Duration::from_secs(1));
-    let mut successor = lease(&store, WorkerId::new()).await;
-    applied(commit(&store, &mut successor, &[0], &[0]).await);
-    assert!(!commit(&store, &mut stale, &[0, 1], &[]).await.is_applied());
-    let answer = store.release_shard_if_leased(stale.key(), Duration::ZERO, AttemptEnd::Trouble).await.unwrap();
-    assert_eq!(answer, Guarded::Lost { now: Some(ShardState::Leased) });
-    assert_eq!(store.find_progress(job.id).await.unwrap().counts.failed, 1);
-}
-
-/// 3: a worker that comes back under an old name completes nothing of its old lease.
-#[tokio::test]
-async fn reused_worker_identity_completes_nothing_stale() {
-    let clock = ClockOffset::default();
-    let (store, _folder) = open(Options { clock_offset: clock.clone(), ..Options::default() }).await;
-    running_job(&store, &[1, 1]).await;
-    let worker = WorkerId::new();
-    let mut stale = lease(&store, worker).await;
-    clock.advance(TTL + Duration::from_secs(1));
-    let again = lease(&store, worker).await;
-    assert_eq!(again.shard.cut.shard, stale.shard.cut.shard);
-    assert!(!commit(&store, &mut stale, &[0], &[]).await.is_applied());
-    assert_eq!(store.extend_shards(worker, &[stale.key()], TTL).await.unwrap(), [stale.key()]);
-}
-
-/// 4: a shard whose items failed for now is claimed again once they are due.
-#[tokio::test]
-async fn retryable_failure_is_not_stranded() {
-    let clock = ClockOffset::default();
-    let (store, _folder) = open(Options { clock_offset: clock.clone(), ..Options::default() }).await;
-    let job = running_job(&store, &[1]).await;
-    for attempts in 1..=5 {
-        let lease = lease(&store, WorkerId::new()).await;
-        let wait = Duration::from_secs(60);
-        applied(store.record_faults_if_leased(lease.key(), &[new_fault(0, attempts, wait)]).await.unwrap());
-        applied(store.release_shard_if_leased(lease.key(), wait, AttemptEnd::Waiting).await.unwrap());
-        assert_eq!(try_lease(&store, WorkerId::new()).await, None);
-        clock.advance(wait + Duration::from_secs(1));
-    }
-    run_all(&store).await;
-    assert_eq!(finalize(&store, job.id).await.state, JobState::Completed);
-}
-
-/// 5: a writer that holds the lock delays others and fails none of them; past the
+// PrintStash#181, the last of its five checks; the others are promises of every database.
+/// A writer that holds the lock delays others and fails none of them; past the
 /// busy timeout the error is one that says to try again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn busy_database_is_waited_for() {
@@ -155,61 +69,6 @@ async fn busy_database_is_waited_for() {
     tokio::task::yield_now().await;
     sqlx::query("commit").execute(&mut holder).await.unwrap();
     patient.await.unwrap().unwrap();
-}
-
-// apalis#530 and its reproduction: two healthy workers, six tasks longer than the
-// renewal interval, 12 and 20 starts.
-/// Six shards longer than the renewal interval are started six times.
-#[tokio::test]
-async fn two_healthy_workers_start_six_long_shards_six_times() {
-    let clock = ClockOffset::default();
-    let (store, _folder) = open(Options { clock_offset: clock.clone(), ..Options::default() }).await;
-    let job = running_job(&store, &[1; 6]).await;
-    let workers = [WorkerId::new(), WorkerId::new()];
-    let mut starts = 0;
-    loop {
-        let mut held = Vec::new();
-        for worker in workers {
-            if let Some(lease) = try_lease(&store, worker).await {
-                starts += 1;
-                held.push((worker, lease));
-            }
-        }
-        if held.is_empty() {
-            break;
-        }
-        for _ in 0..12 {
-            clock.advance(TTL / 4);
-            for (worker, lease) in &held {
-                assert_eq!(store.extend_shards(*worker, &[lease.key()], TTL).await.unwrap(), []);
-            }
-            assert_eq!(store.release_expired_leases(9).await.unwrap(), 0);
-        }
-        for (_, lease) in &mut held {
-            commit_rest(&store, lease).await;
-        }
-    }
-    assert_eq!(starts, 6);
-    assert_eq!(finalize(&store, job.id).await.final_counts.unwrap().completed, 6);
-}
-
-// riverqueue/river#1258: 5,133 jobs stuck running for up to 91 days.
-/// After a sweep no shard is leased longer than its time.
-#[tokio::test]
-async fn no_shard_is_leased_longer_than_its_time() {
-    let clock = ClockOffset::default();
-    let (store, _folder) = open(Options { clock_offset: clock.clone(), ..Options::default() }).await;
-    let job = running_job(&store, &[1; 30]).await;
-    for _ in 0..30 {
-        lease(&store, WorkerId::new()).await;
-        clock.advance(Duration::from_secs(1));
-    }
-    while store.release_expired_leases(4).await.unwrap() > 0 {}
-    let now = store.now().await.unwrap();
-    let shards = store.list_shards(job.id, ShardIndex(0), 99).await.unwrap();
-    assert!(shards.iter().all(|shard| shard.lease_until.is_none_or(|until| until > now)));
-    assert!(shards.iter().any(|shard| shard.state == ShardState::Leased), "live leases are left alone");
-    assert!(shards.iter().any(|shard| shard.crashes == 1));
 }
 
 /// A job of a million items (977 shards, four checkpoints each) leaves a database of
@@ -329,23 +188,4 @@ async fn stale_commit_is_taken_without_the_guard() {
     let mut current = lease(&store, WorkerId::new()).await;
     applied(commit(&store, &mut current, &[0], &[]).await);
     applied(commit(&store, &mut stale, &[0, 1], &[]).await);
-}
-
-/// A cancel of a job that is not there, and a wait that nobody ends, change nothing.
-#[tokio::test]
-async fn reads_and_lost_moves_wake_nobody() {
-    let (store, _folder) = open(Options::default()).await;
-    let moves = async {
-        assert_eq!(
-            store.cancel_job_if_active(JobId::new(), CancelMode::Now, TTL).await.unwrap(),
-            Guarded::Lost { now: None }
-        );
-        assert_eq!(store.find_job(JobId::new()).await.unwrap(), None);
-        assert_eq!(store.claim_step(WorkerId::new(), TTL).await.unwrap(), None);
-    };
-    tokio::select! {
-        biased;
-        () = store.woken() => panic!("nothing is due, so nobody is woken"),
-        () = moves => {}
-    }
 }

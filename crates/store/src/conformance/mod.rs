@@ -23,7 +23,10 @@ pub mod leases;
 pub mod outbox;
 pub mod races;
 pub mod reopen;
+pub mod reports;
+pub mod search;
 pub mod steps;
+pub mod transitions;
 
 /// Moves the database's clock, the only clock that decides anything.
 #[async_trait]
@@ -48,8 +51,18 @@ impl std::fmt::Debug for Fixture {
     }
 }
 
-/// Makes one test of each promise. `$open` is an async function without arguments
-/// that returns a [`Fixture`].
+/// Whether a store keeps the guard of its commits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EpochGuard {
+    /// As in life.
+    Held,
+    /// A negative control, which must be caught.
+    TakenOut,
+}
+
+/// Makes one test of each promise, and of the two models. `$open` is an async function of
+/// an [`EpochGuard`] that returns a [`Fixture`]; or an option of one, `None` where the
+/// service that it needs is not there and is not required.
 #[macro_export]
 macro_rules! store_conformance {
     ($open:path) => {
@@ -167,18 +180,48 @@ macro_rules! store_conformance {
             reopen::files_of_earlier_rounds_stay,
             races::moves_that_race_inside_the_window_end_a_job_once,
             races::moves_that_race_past_the_window_end_a_job_once,
+            reports::leases_end_by_the_databases_clock_alone,
+            reports::refused_create_leaves_nothing,
+            reports::late_acknowledgement_overwrites_no_successor,
+            reports::reused_worker_identity_completes_nothing_stale,
+            reports::retryable_failure_is_not_stranded,
+            reports::two_healthy_workers_start_six_long_shards_six_times,
+            reports::no_shard_is_leased_longer_than_its_time,
+            reports::reads_and_lost_moves_wake_nobody,
         }
     };
     (@tests $open:path; $($module:ident::$promise:ident),+ $(,)?) => {
         $(
             #[tokio::test]
             async fn $promise() {
-                let fixture = $open().await;
+                let fixture: Option<$crate::conformance::Fixture> =
+                    $open($crate::conformance::EpochGuard::Held).await.into();
+                let Some(fixture) = fixture else { return };
                 $crate::conformance::$module::$promise(&*fixture.store, &*fixture.clock).await;
                 let findings = fixture.store.check().await.expect("the database answers");
                 assert!(findings.is_empty(), "the promise left the database unsound: {findings:?}");
             }
         )+
+
+        #[test]
+        fn every_answer_is_the_models_and_every_end_is_closed() {
+            $crate::conformance::transitions::every_answer_is_the_models_and_every_end_is_closed($open);
+        }
+
+        #[test]
+        fn model_catches_a_store_without_its_guard() {
+            $crate::conformance::transitions::model_catches_a_store_without_its_guard($open);
+        }
+
+        #[tokio::test]
+        async fn store_answers_as_the_model_on_every_short_path() {
+            $crate::conformance::search::store_answers_as_the_model_on_every_short_path($open).await;
+        }
+
+        #[tokio::test]
+        async fn store_without_its_guard_is_caught_by_the_model() {
+            $crate::conformance::search::store_without_its_guard_is_caught_by_the_model($open).await;
+        }
     };
 }
 
@@ -195,6 +238,7 @@ mod tests {
         ("outbox", include_str!("outbox.rs")),
         ("reopen", include_str!("reopen.rs")),
         ("races", include_str!("races.rs")),
+        ("reports", include_str!("reports.rs")),
     ];
 
     #[test]

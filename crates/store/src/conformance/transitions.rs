@@ -4,17 +4,16 @@
 //! Times are far apart (hundreds of seconds) so that the real time that a case
 //! takes never decides.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use overnight_store::Store;
-use overnight_store::conformance::builders::*;
-use overnight_store::{
-    AttemptEnd, CancelMode, ClaimShard, Jobs, NewJob, Reopen, ReopenItems, ShardLease, Shards, Steps,
-};
-use overnight_store_sqlite::{ClockOffset, Options, SqliteStore};
 use overnight_types::{JobId, JobState, ShardIndex, ShardState, WorkerId};
 use proptest::prelude::*;
 use proptest::test_runner::{TestError, TestRunner};
+
+use super::builders::*;
+use super::{EpochGuard, Fixture, TestClock};
+use crate::{AttemptEnd, CancelMode, ClaimShard, NewJob, Reopen, ReopenItems, ShardLease, Store};
 
 const SIZES: [u32; 3] = [3, 1, 2];
 const LEASE: Duration = Duration::from_secs(1_000);
@@ -240,8 +239,8 @@ impl Model {
 
 /// Both at once.
 struct Both {
-    store: SqliteStore,
-    clock: ClockOffset,
+    store: Arc<dyn Store>,
+    clock: Arc<dyn TestClock>,
     job: JobId,
     model: Model,
     workers: [WorkerId; 2],
@@ -281,7 +280,7 @@ impl Both {
                 let failed = pick(failed, &items);
                 if !items.is_empty() {
                     let wanted = self.model.commit(&lease, &items, &failed);
-                    same!(op, commit(&store, &mut lease, &items, &failed).await.is_applied(), wanted);
+                    same!(op, commit(&*store, &mut lease, &items, &failed).await.is_applied(), wanted);
                 }
                 self.leases[worker] = Some(lease);
             }
@@ -290,7 +289,7 @@ impl Both {
                 let done = lease.shard.done.ones().next();
                 if let Some(item) = done {
                     let wanted = self.model.commit(&lease, &[item], &[]);
-                    same!(op, commit(&store, &mut lease, &[item], &[]).await.is_applied(), wanted);
+                    same!(op, commit(&*store, &mut lease, &[item], &[]).await.is_applied(), wanted);
                 }
                 self.leases[worker] = Some(lease);
             }
@@ -330,7 +329,7 @@ impl Both {
             Op::Crash { worker } => self.leases[worker] = None,
             Op::Pass { long } => {
                 let seconds = if long { 2_100 } else { 300 };
-                self.clock.advance(Duration::from_secs(seconds));
+                self.clock.advance(Duration::from_secs(seconds)).await;
                 self.model.now += seconds;
             }
             Op::Reap => {
@@ -396,9 +395,9 @@ impl Both {
         same!(op, step.is_some(), due);
         let Some(step) = step else { return Ok(()) };
         applied(self.store.fence_shards_if_leased(&step).await.unwrap());
-        let published = publication(&self.store, &step.job).await;
+        let published = publication(&*self.store, &step.job).await;
         let ended = applied(self.store.finish_job_if_leased(&step, published).await.unwrap());
-        assert_closed(&self.store, &ended).await;
+        assert_closed(&*self.store, &ended).await;
         self.model.fence();
         self.model.state = self.model.ended_as.take().expect("an ending was drawn");
         (self.model.finalize_at, self.num_ends) = (None, self.num_ends + 1);
@@ -432,12 +431,10 @@ impl Both {
 }
 
 /// Runs a case; the number of ends that the job came to.
-async fn run_case(ops: &[Op], options: Options) -> Result<u32, String> {
-    let folder = tempfile::tempdir().unwrap();
-    let clock = options.clock_offset.clone();
-    let store = SqliteStore::open(folder.path().join("overnight.db"), options).await.unwrap();
-    let input = input(&store).await;
-    let job = run_new_job(&store, NewJob { window: WINDOW, ..new_job(input) }, &SIZES).await.id;
+async fn run_case(ops: &[Op], fixture: Fixture) -> Result<u32, String> {
+    let Fixture { store, clock, keep } = fixture;
+    let input = input(&*store).await;
+    let job = run_new_job(&*store, NewJob { window: WINDOW, ..new_job(input) }, &SIZES).await.id;
     let workers = [WorkerId::new(), WorkerId::new()];
     let mut both =
         Both { store, clock, job, model: Model::new(), workers, leases: [None, None], num_ends: 0, last: None };
@@ -445,7 +442,7 @@ async fn run_case(ops: &[Op], options: Options) -> Result<u32, String> {
         both.apply(op).await?;
     }
     let findings = both.store.check().await.unwrap();
-    both.store.close().await;
+    drop((both.store, keep));
     if findings.is_empty() { Ok(both.num_ends) } else { Err(findings.join("; ")) }
 }
 
@@ -463,27 +460,50 @@ fn block_on<T>(work: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
 }
 
-#[test]
-fn every_answer_is_the_models_and_every_end_is_closed() {
-    let mut ends = 0;
+/// Each case on a database of its own, which `open` gives; none without its service.
+pub fn every_answer_is_the_models_and_every_end_is_closed<F, O, I>(open: F)
+where
+    F: Fn(EpochGuard) -> O,
+    O: Future<Output = I>,
+    I: Into<Option<Fixture>>,
+{
+    let ends = std::cell::Cell::new(Some(0));
     let cases = prop::collection::vec(op(), 10..60);
-    let ends = std::cell::RefCell::new(&mut ends);
     let result = runner().run(&cases, |ops| {
-        **ends.borrow_mut() += block_on(run_case(&ops, Options::default())).map_err(TestCaseError::fail)?;
-        Ok(())
+        block_on(async {
+            let (Some(fixture), Some(before)) = (open(EpochGuard::Held).await.into(), ends.get()) else {
+                ends.set(None);
+                return Ok(());
+            };
+            ends.set(Some(before + run_case(&ops, fixture).await.map_err(TestCaseError::fail)?));
+            Ok(())
+        })
     });
     result.unwrap_or_else(|err| panic!("{err}"));
-    let ends = **ends.borrow();
-    assert!(ends > 20, "the cases reach ends: {ends}");
+    assert!(ends.get().is_none_or(|ends| ends > 20), "the cases reach ends: {ends:?}");
 }
 
-#[test]
-fn model_catches_a_store_without_its_guard() {
+/// The negative control.
+pub fn model_catches_a_store_without_its_guard<F, O, I>(open: F)
+where
+    F: Fn(EpochGuard) -> O,
+    O: Future<Output = I>,
+    I: Into<Option<Fixture>>,
+{
     let cases = prop::collection::vec(op(), 10..60);
+    let is_lacking = std::cell::Cell::new(false);
     let result = runner().run(&cases, |ops| {
-        let options = Options { unsafe_without_epoch_guard: true, ..Options::default() };
-        block_on(run_case(&ops, options)).map(drop).map_err(TestCaseError::fail)
+        block_on(async {
+            let Some(fixture) = open(EpochGuard::TakenOut).await.into() else {
+                is_lacking.set(true);
+                return Ok(());
+            };
+            run_case(&ops, fixture).await.map(drop).map_err(TestCaseError::fail)
+        })
     });
+    if is_lacking.get() {
+        return;
+    }
     let Err(TestError::Fail(why, _)) = result else { panic!("the negative control must fail: {result:?}") };
     assert!(why.message().contains("Commit"), "{why}");
 }

@@ -7,13 +7,15 @@
 //! replayed and both must give the same answer. Both searches must fail with the
 //! guard taken out, or they would show nothing.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
-use overnight_store::conformance::builders::*;
-use overnight_store::{AttemptEnd, CancelMode, Jobs, Segments, ShardLease, Shards, Steps};
-use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::{JobId, ShardIndex, ShardState, WorkerId};
+
+use super::builders::*;
+use super::{EpochGuard, Fixture};
+use crate::{AttemptEnd, CancelMode, ShardLease, StepLease, Store};
 
 /// Items of each shard.
 const ITEMS: [u8; 2] = [2, 1];
@@ -84,8 +86,10 @@ enum Move {
 enum Guard {
     Whole,
     /// Without epoch and lease; sequence and done bits are still compared.
+    #[cfg(test)]
     NoEpoch,
     /// Without anything of the lease.
+    #[cfg(test)]
     Nothing,
 }
 
@@ -179,7 +183,9 @@ impl State {
         let running = matches!(self.phase, Phase::Running | Phase::Cancelling | Phase::Fenced | Phase::Read(_));
         let held = match guard {
             Guard::Whole => leased && fresh,
+            #[cfg(test)]
             Guard::NoEpoch => fresh,
+            #[cfg(test)]
             Guard::Nothing => true,
         };
         if !running || !held {
@@ -264,63 +270,19 @@ fn search(guard: Guard) -> Result<HashMap<State, Vec<Move>>, (Vec<Move>, String)
     Ok(seen)
 }
 
-#[test]
-fn no_crash_anywhere_breaks_the_protocol() {
-    let seen = search(Guard::Whole).unwrap_or_else(|(path, why)| panic!("{why} after {path:?}"));
-    assert!(seen.len() > 50_000, "the search is exhaustive, not stuck: {} states", seen.len());
-    let ended = seen.keys().filter(|state| matches!(state.phase, Phase::Ended(_))).count();
-    assert!(ended > 10, "{ended} ends");
-}
-
-/// Nobody is stuck: from every state that has leases to give, some way leads to an end.
-#[test]
-fn every_state_can_still_come_to_an_end() {
-    let seen = search(Guard::Whole).unwrap_or_else(|(path, why)| panic!("{why} after {path:?}"));
-    let mut before: HashMap<State, Vec<State>> = HashMap::new();
-    for state in seen.keys() {
-        for step in state.moves() {
-            before.entry(state.after(step, Guard::Whole).0).or_default().push(*state);
-        }
-    }
-    let mut good: HashSet<State> =
-        seen.keys().filter(|state| matches!(state.phase, Phase::Ended(_))).copied().collect();
-    let mut queue: VecDeque<State> = good.iter().copied().collect();
-    while let Some(state) = queue.pop_front() {
-        for earlier in before.get(&state).into_iter().flatten() {
-            if good.insert(*earlier) {
-                queue.push_back(*earlier);
-            }
-        }
-    }
-    let stuck = seen.iter().find(|(state, _)| !good.contains(state));
-    assert!(stuck.is_none(), "no end from {stuck:?}");
-}
-
-#[test]
-fn without_the_epoch_the_search_finds_a_broken_promise() {
-    let (path, why) = search(Guard::NoEpoch).expect_err("the negative control must fail");
-    assert!(why.contains("after the files were read"), "{why} after {path:?}");
-}
-
-#[test]
-fn without_the_lease_the_search_finds_an_item_with_two_outcomes() {
-    let (path, why) = search(Guard::Nothing).expect_err("the negative control must fail");
-    assert!(why.contains("2 outcomes") || why.contains("after the files"), "{why} after {path:?}");
-}
-
 /// The real store, driven by the model's moves.
 struct Real {
-    store: SqliteStore,
+    store: Arc<dyn Store>,
     job: JobId,
     workers: [WorkerId; 2],
     leases: [Option<ShardLease>; 2],
     written: [Option<u8>; 2],
-    finalize: Option<overnight_store::StepLease>,
+    finalize: Option<StepLease>,
 }
 
 impl Real {
-    async fn start(store: &SqliteStore) -> Self {
-        let job = running_job(store, &ITEMS.map(u32::from)).await.id;
+    async fn start(store: &Arc<dyn Store>) -> Self {
+        let job = running_job(&**store, &ITEMS.map(u32::from)).await.id;
         let workers = [WorkerId::new(), WorkerId::new()];
         Real { store: store.clone(), job, workers, leases: [None, None], written: [None; 2], finalize: None }
     }
@@ -330,7 +292,7 @@ impl Real {
         let store = self.store.clone();
         match step {
             Move::Claim(w) => {
-                self.leases[w as usize] = try_lease(&store, self.workers[w as usize]).await;
+                self.leases[w as usize] = try_lease(&*store, self.workers[w as usize]).await;
                 self.leases[w as usize].is_some()
             }
             Move::Write(w) => {
@@ -341,7 +303,7 @@ impl Real {
             Move::Commit(w) => {
                 let item = self.written[w as usize].take().expect("the model has written here");
                 let lease = self.leases[w as usize].as_mut().expect("the model has a lease here");
-                let applied = commit(&store, lease, &[u32::from(item)], &[]).await.is_applied();
+                let applied = commit(&*store, lease, &[u32::from(item)], &[]).await.is_applied();
                 if !applied || lease.shard.done.is_full() {
                     self.leases[w as usize] = None;
                 }
@@ -360,7 +322,7 @@ impl Real {
             Move::Expire(w) => store.release_leases_of_dead(&[self.workers[w as usize]]).await.unwrap() > 0,
             Move::Cancel => store.cancel_job_if_active(self.job, CancelMode::Now, TTL).await.unwrap().is_applied(),
             Move::Fence => {
-                let lease = claim_step_of(&store, self.job).await;
+                let lease = claim_step_of(&*store, self.job).await;
                 let fenced = store.fence_shards_if_leased(&lease).await.unwrap().is_applied();
                 self.finalize = Some(lease);
                 fenced
@@ -368,9 +330,9 @@ impl Real {
             Move::Read => true,
             Move::Publish => {
                 let lease = self.finalize.as_ref().expect("fence comes first");
-                let published = publication(&store, &lease.job).await;
+                let published = publication(&*store, &lease.job).await;
                 let ended = applied(store.finish_job_if_leased(lease, published).await.unwrap());
-                assert_closed(&store, &ended).await;
+                assert_closed(&*store, &ended).await;
                 true
             }
         }
@@ -378,7 +340,7 @@ impl Real {
 
     /// Ends the job from whatever state, so that later claims do not meet it.
     async fn put_away(mut self) {
-        let store = &self.store;
+        let store = &*self.store;
         let _ = store.cancel_job_if_active(self.job, CancelMode::Now, Duration::ZERO).await.unwrap();
         if store.find_job(self.job).await.unwrap().unwrap().state.is_terminal() {
             return;
@@ -412,9 +374,7 @@ fn expected(state: &State) -> Vec<(ShardState, u8, [u8; 2])> {
 }
 
 /// Every transition of the model within `depth` moves, on a job of its own.
-async fn replay(options: Options, depth: usize) -> Result<usize, String> {
-    let folder = tempfile::tempdir().unwrap();
-    let store = SqliteStore::open(folder.path().join("overnight.db"), options).await.unwrap();
+async fn replay(store: &Arc<dyn Store>, depth: usize) -> Result<usize, String> {
     let seen = search(Guard::Whole).unwrap_or_else(|(path, why)| panic!("{why} after {path:?}"));
     let paths: BTreeMap<usize, Vec<(&State, &Vec<Move>)>> =
         seen.iter().fold(BTreeMap::new(), |mut by_len, (state, path)| {
@@ -426,7 +386,7 @@ async fn replay(options: Options, depth: usize) -> Result<usize, String> {
         // Moves in a worker's memory alone are made on the way, but prove nothing as the last one.
         let in_memory = |step: &Move| matches!(step, Move::Write(_) | Move::Crash(_) | Move::Read);
         for step in state.moves().into_iter().filter(|step| !in_memory(step)) {
-            let mut real = Real::start(&store).await;
+            let mut real = Real::start(store).await;
             for &earlier in *path {
                 real.make(earlier).await;
             }
@@ -445,15 +405,77 @@ async fn replay(options: Options, depth: usize) -> Result<usize, String> {
     Ok(replayed)
 }
 
-#[tokio::test]
-async fn store_answers_as_the_model_on_every_short_path() {
-    let replayed = replay(Options::default(), 5).await.unwrap_or_else(|why| panic!("{why}"));
+/// The database's own promise: it answers as the model does.
+pub async fn store_answers_as_the_model_on_every_short_path<F, O, I>(open: F)
+where
+    F: Fn(EpochGuard) -> O,
+    O: Future<Output = I>,
+    I: Into<Option<Fixture>>,
+{
+    let Some(fixture) = open(EpochGuard::Held).await.into() else { return };
+    let replayed = replay(&fixture.store, 5).await.unwrap_or_else(|why| panic!("{why}"));
     assert!(replayed > 100, "{replayed} transitions");
 }
 
-#[tokio::test]
-async fn store_without_its_guard_is_caught_by_the_model() {
-    let options = Options { unsafe_without_epoch_guard: true, ..Options::default() };
-    let why = replay(options, 6).await.expect_err("the negative control must fail");
+/// The negative control.
+pub async fn store_without_its_guard_is_caught_by_the_model<F, O, I>(open: F)
+where
+    F: Fn(EpochGuard) -> O,
+    O: Future<Output = I>,
+    I: Into<Option<Fixture>>,
+{
+    let Some(fixture) = open(EpochGuard::TakenOut).await.into() else { return };
+    let why = replay(&fixture.store, 6).await.expect_err("the negative control must fail");
     assert!(why.contains("Commit"), "{why}");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn no_crash_anywhere_breaks_the_protocol() {
+        let seen = search(Guard::Whole).unwrap_or_else(|(path, why)| panic!("{why} after {path:?}"));
+        assert!(seen.len() > 50_000, "the search is exhaustive, not stuck: {} states", seen.len());
+        let ended = seen.keys().filter(|state| matches!(state.phase, Phase::Ended(_))).count();
+        assert!(ended > 10, "{ended} ends");
+    }
+
+    /// Nobody is stuck: from every state that has leases to give, some way leads to an end.
+    #[test]
+    fn every_state_can_still_come_to_an_end() {
+        let seen = search(Guard::Whole).unwrap_or_else(|(path, why)| panic!("{why} after {path:?}"));
+        let mut before: HashMap<State, Vec<State>> = HashMap::new();
+        for state in seen.keys() {
+            for step in state.moves() {
+                before.entry(state.after(step, Guard::Whole).0).or_default().push(*state);
+            }
+        }
+        let mut good: HashSet<State> =
+            seen.keys().filter(|state| matches!(state.phase, Phase::Ended(_))).copied().collect();
+        let mut queue: VecDeque<State> = good.iter().copied().collect();
+        while let Some(state) = queue.pop_front() {
+            for earlier in before.get(&state).into_iter().flatten() {
+                if good.insert(*earlier) {
+                    queue.push_back(*earlier);
+                }
+            }
+        }
+        let stuck = seen.iter().find(|(state, _)| !good.contains(state));
+        assert!(stuck.is_none(), "no end from {stuck:?}");
+    }
+
+    #[test]
+    fn without_the_epoch_the_search_finds_a_broken_promise() {
+        let (path, why) = search(Guard::NoEpoch).expect_err("the negative control must fail");
+        assert!(why.contains("after the files were read"), "{why} after {path:?}");
+    }
+
+    #[test]
+    fn without_the_lease_the_search_finds_an_item_with_two_outcomes() {
+        let (path, why) = search(Guard::Nothing).expect_err("the negative control must fail");
+        assert!(why.contains("2 outcomes") || why.contains("after the files"), "{why} after {path:?}");
+    }
 }

@@ -1,0 +1,6 @@
+//! The contract's suite on Postgres, and what is Postgres's own.
+
+mod fixture;
+mod schema;
+
+overnight_store::store_conformance!(crate::fixture::open);

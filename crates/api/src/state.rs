@@ -126,7 +126,7 @@ impl Inner {
         self.parts.config.retry_after
     }
 
-    /// 503 while the disk is too full to take more.
+    /// 503 while the disk is too full to take more; a remote store has no disk of ours.
     pub(crate) fn check_free_disk(&self) -> Result<()> {
         self.check_free_disk_for(0)
     }
@@ -134,7 +134,9 @@ impl Inner {
     /// The same when `more_bytes` are about to come.
     pub(crate) fn check_free_disk_for(&self, more_bytes: u64) -> Result<()> {
         let min = self.parts.config.free_disk_bytes_min;
-        let Some(free_disk) = self.parts.free_disk.as_ref().filter(|_| min > 0) else { return Ok(()) };
+        let Some(free_disk) = self.parts.free_disk.as_ref().filter(|_| min > 0 && self.parts.blobs.is_local()) else {
+            return Ok(());
+        };
         let unavailable = |cause| ApiError::unavailable("disk_full", self.retry_after()).cause(cause);
         match free_disk() {
             Ok(free) if free >= min.saturating_add(more_bytes) => Ok(()),

@@ -6,6 +6,7 @@ use std::time::Duration;
 use overnight_types::Class;
 
 use crate::layout::ObjectName;
+use crate::remote::answer::{Refusal, Silence};
 
 /// The driver's own error, opaque to callers.
 pub type BoxedSource = Box<dyn std::error::Error + Send + Sync>;
@@ -14,7 +15,7 @@ pub type BoxedSource = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The storage did not answer, or has no room.
+    /// The storage did not answer, has no room, or refuses us; its source says what to do.
     #[error("object storage unavailable while trying to {doing} {name}")]
     Unavailable {
         /// The operation, as words after "to".
@@ -72,7 +73,13 @@ pub enum Error {
         /// The address as given.
         url: String,
         /// Why, and what to use instead.
-        why: &'static str,
+        why: String,
+    },
+    /// A remote store has no mark of ours although it should.
+    #[error("{url} is not the object storage of this database: it has no mark; is it the right bucket and prefix?")]
+    NotOurs {
+        /// The store.
+        url: String,
     },
 }
 
@@ -85,6 +92,7 @@ impl Error {
             | Error::Missing { .. }
             | Error::Damaged { .. }
             | Error::BadName { .. }
+            | Error::NotOurs { .. }
             | Error::Unsupported { .. } => Class::Permanent,
         }
     }
@@ -104,8 +112,16 @@ impl Error {
         Error::Damaged { name: name.to_string(), why: why.into() }
     }
 
+    pub(crate) fn unavailable(doing: &'static str, name: &ObjectName, why: String) -> Self {
+        Error::Unavailable { doing, name: name.to_string(), source: Box::new(Words(why)) }
+    }
+
     pub(crate) fn from_driver(doing: &'static str, name: String, source: object_store::Error) -> Self {
         use object_store::Error as Driver;
+        // A remote store's refusal concerns the whole store: it mends, and then goes on.
+        if let Some(source) = told(&source) {
+            return Error::Unavailable { doing, name, source };
+        }
         match source {
             Driver::NotFound { .. } => Error::Missing { name },
             Driver::PermissionDenied { .. } | Driver::Unauthenticated { .. } => {
@@ -114,7 +130,8 @@ impl Error {
             _ => match io_kind(&source) {
                 Some(io::ErrorKind::NotFound) => Error::Missing { name },
                 Some(io::ErrorKind::PermissionDenied) => Error::Denied { doing, name, source: Box::new(source) },
-                _ => Error::Unavailable { doing, name, source: Box::new(source) },
+                Some(_) => Error::Unavailable { doing, name, source: Box::new(source) },
+                None => Error::Unavailable { doing, name, source: words(&source) },
             },
         }
     }
@@ -126,6 +143,35 @@ impl Error {
             _ => Error::Unavailable { doing, name, source: Box::new(source) },
         }
     }
+}
+
+/// A cause that is only a text.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Words(String);
+
+/// Most characters of a driver's text: some repeat a whole answer.
+const WORDS_CHARS_MAX: usize = 400;
+
+/// A driver's error as one text: each of its layers repeats the next.
+pub(crate) fn words(err: &object_store::Error) -> BoxedSource {
+    let text: String = err.to_string().chars().take(WORDS_CHARS_MAX).collect();
+    Box::new(Words(text.split_whitespace().collect::<Vec<_>>().join(" ")))
+}
+
+/// What a remote store told, from under the driver's layers.
+fn told(err: &(dyn std::error::Error + 'static)) -> Option<BoxedSource> {
+    let mut next = Some(err);
+    while let Some(err) = next {
+        if let Some(refusal) = err.downcast_ref::<Refusal>() {
+            return Some(Box::new(refusal.clone()));
+        }
+        if let Some(silence) = err.downcast_ref::<Silence>() {
+            return Some(Box::new(silence.clone()));
+        }
+        next = err.source();
+    }
+    None
 }
 
 fn io_kind(err: &(dyn std::error::Error + 'static)) -> Option<io::ErrorKind> {

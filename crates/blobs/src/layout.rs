@@ -161,6 +161,8 @@ pub enum Prefix {
     Segments(JobId),
     /// Intake's runs of one job.
     IntakeRuns(JobId),
+    /// What probes left.
+    Probes,
 }
 
 impl fmt::Display for Prefix {
@@ -172,6 +174,7 @@ impl fmt::Display for Prefix {
             Self::Job(job) => write!(f, "jobs/{job}"),
             Self::Segments(job) => write!(f, "jobs/{job}/segments"),
             Self::IntakeRuns(job) => write!(f, "jobs/{job}/intake"),
+            Self::Probes => f.write_str("probes"),
         }
     }
 }

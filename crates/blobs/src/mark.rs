@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
 /// No name of ours starts with a dot, so no listing shows it.
-const FILE: &str = ".overnight-objects";
+pub(crate) const FILE: &str = ".overnight-objects";
 
 /// The mark as it was found or made when the folder was opened.
 #[derive(Debug, Clone)]

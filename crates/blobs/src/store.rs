@@ -1,7 +1,7 @@
-//! Reads and writes whole objects over one storage: a local folder whose writes
-//! are synced, or memory for tests. Every call has a time limit. A folder that is
-//! not the one that was opened (its disk is not mounted) is [`Error::Unavailable`]:
-//! nothing in it counts as missing, and nothing is written to it.
+//! Reads and writes whole objects over one storage: a local folder whose writes are
+//! synced, a remote store, or memory for tests. Every call has a time limit. A storage
+//! that is not the one that was opened (its disk is not mounted, its bucket was made
+//! anew) is [`Error::Unavailable`]: nothing in it counts as missing.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,48 +10,44 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::stream::{self, BoxStream, StreamExt, TryStreamExt};
-use object_store::local::LocalFileSystem;
-use object_store::memory::InMemory;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload};
+use object_store::{ObjectStore, ObjectStoreExt, PutPayload};
 use overnight_types::{JobId, Timestamp};
 
 use crate::layout::{ObjectName, Prefix};
 use crate::mark::Mark;
+use crate::remote::{Remote, upload};
 use crate::writer::BlobWriter;
 use crate::{Error, lines};
 
-/// Time limit of one call on a local folder or in memory.
-const LOCAL_LIMIT: Duration = Duration::from_secs(60);
-/// Bytes of one read of a stream, and of one part of a local write.
-const LOCAL_PIECE_BYTES: u64 = 1 << 20;
+/// Pieces of a stream that are read ahead of its reader, with the one under way.
+const LOCAL_READS: usize = 2;
+const REMOTE_READS: usize = 3;
+/// Names that are deleted by one call.
+const DELETE_NAMES: usize = 1_000;
 
 /// Object storage, behind a cheap handle.
 #[derive(Clone, Debug)]
 pub struct Blobs {
-    inner: Arc<Inner>,
+    pub(crate) inner: Arc<Inner>,
 }
 
-#[derive(Debug)]
-struct Inner {
-    driver: Arc<dyn ObjectStore>,
+#[derive(Debug, Clone)]
+pub(crate) struct Inner {
+    pub(crate) driver: Arc<dyn ObjectStore>,
     /// The folder, when local.
-    root: Option<PathBuf>,
+    pub(crate) root: Option<PathBuf>,
     /// The folder's mark, when local and lasting.
-    mark: Option<Mark>,
+    pub(crate) mark: Option<Mark>,
+    /// What a remote store has beside its driver.
+    pub(crate) remote: Option<Remote>,
     /// Of one call.
-    limit: Duration,
-    piece_bytes: u64,
+    pub(crate) limit: Duration,
+    /// Of one read of a stream.
+    pub(crate) piece_bytes: u64,
+    /// Of one write of a writer; on a remote store of its first parts.
+    pub(crate) part_bytes: u64,
     /// Removed with the last handle.
-    scratch: Option<Arc<tempfile::TempDir>>,
-}
-
-/// What a probe found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Capabilities {
-    /// Writes are synced to disk before they return.
-    pub synced: bool,
-    /// A second conditional create is refused. Reported, never relied on.
-    pub conditional_create: bool,
+    pub(crate) _scratch: Option<Arc<tempfile::TempDir>>,
 }
 
 /// One object of a listing.
@@ -66,81 +62,15 @@ pub struct Listed {
 }
 
 impl Blobs {
-    /// Opens the storage at a URL: `file:///absolute/folder`, which is made when
-    /// it is missing. Other schemes are refused by name.
-    pub fn open(url: &str) -> Result<Self, Error> {
-        let unsupported = |why| Error::Unsupported { url: url.to_owned(), why };
-        let Some((scheme, rest)) = url.split_once("://") else {
-            return Err(unsupported("an object storage URL looks like file:///absolute/folder"));
-        };
-        match scheme {
-            "file" if rest.starts_with('/') && rest.len() > 1 => Self::local(Path::new(rest)),
-            "file" => Err(unsupported("the folder must be absolute: file:///absolute/folder")),
-            "s3" | "gs" | "az" => {
-                Err(unsupported("this build stores objects in a local folder: file:///absolute/folder"))
-            }
-            _ => Err(unsupported("unknown scheme; use file:///absolute/folder")),
-        }
-    }
-
-    /// Opens a local folder, making it when it is missing. Writes are synced.
-    pub fn local(root: &Path) -> Result<Self, Error> {
-        let shown = root.display().to_string();
-        make_durable(root).map_err(|err| Error::from_io("create folder", shown.clone(), err))?;
-        let mark = Mark::find_or_make(root).map_err(|err| Error::from_io("mark folder", shown.clone(), err))?;
-        let driver = LocalFileSystem::new_with_prefix(root)
-            .map_err(|err| Error::from_driver("open folder", shown, err))?
-            .with_fsync(true);
-        Ok(Self::over(Arc::new(driver), Some(root.to_owned()), Some(mark), None))
-    }
-
-    /// Storage in memory, for tests.
-    pub fn memory() -> Self {
-        Self::over(Arc::new(InMemory::new()), None, None, None)
-    }
-
-    /// An unsynced folder of its own that goes away with the last handle: room
-    /// for what does not fit into memory and outlives nothing.
-    pub fn scratch() -> Result<Self, Error> {
-        let failed = |err| Error::from_io("create folder", std::env::temp_dir().display().to_string(), err);
-        let dir = tempfile::Builder::new().prefix("overnight-").tempdir().map_err(failed)?;
-        let driver = LocalFileSystem::new_with_prefix(dir.path())
-            .map_err(|err| Error::from_driver("open folder", dir.path().display().to_string(), err))?;
-        Ok(Self::over(Arc::new(driver), Some(dir.path().to_owned()), None, Some(dir)))
-    }
-
-    /// Over any driver, for fault wrappers in tests. `limit` bounds each call.
-    pub fn with_driver(driver: Arc<dyn ObjectStore>, limit: Duration) -> Self {
-        let piece_bytes = LOCAL_PIECE_BYTES;
-        Self { inner: Arc::new(Inner { driver, root: None, mark: None, limit, piece_bytes, scratch: None }) }
-    }
-
-    /// The same storage, read and written in pieces of this size.
-    pub fn with_piece_bytes(self, piece_bytes: u64) -> Self {
-        let Inner { driver, root, mark, limit, scratch, .. } = &*self.inner;
-        let (driver, root, mark, scratch) = (driver.clone(), root.clone(), mark.clone(), scratch.clone());
-        let piece_bytes = piece_bytes.max(1);
-        Self { inner: Arc::new(Inner { driver, root, mark, limit: *limit, piece_bytes, scratch }) }
-    }
-
-    fn over(
-        driver: Arc<dyn ObjectStore>,
-        root: Option<PathBuf>,
-        mark: Option<Mark>,
-        scratch: Option<tempfile::TempDir>,
-    ) -> Self {
-        let (limit, piece_bytes) = (LOCAL_LIMIT, LOCAL_PIECE_BYTES);
-        Self { inner: Arc::new(Inner { driver, root, mark, limit, piece_bytes, scratch: scratch.map(Arc::new) }) }
-    }
-
     /// The storage's own id, for whoever must know it again; `None` in memory.
     pub fn id(&self) -> Option<uuid::Uuid> {
-        self.inner.mark.as_ref().map(|mark| mark.id)
+        let remote = || self.remote()?.mark.as_ref().map(|mark| mark.id);
+        self.inner.mark.as_ref().map(|mark| mark.id).or_else(remote)
     }
 
     /// Whether objects are files of this machine (or memory): calls are cheap.
     pub fn is_local(&self) -> bool {
-        true
+        self.inner.remote.is_none()
     }
 
     /// The folder, when objects are files.
@@ -148,26 +78,49 @@ impl Blobs {
         self.inner.root.as_deref()
     }
 
+    pub(crate) fn driver(&self) -> &dyn ObjectStore {
+        &*self.inner.driver
+    }
+
+    pub(crate) fn remote(&self) -> Option<&Remote> {
+        self.inner.remote.as_ref()
+    }
+
+    pub(crate) fn limit(&self) -> Duration {
+        self.inner.limit
+    }
+
+    pub(crate) fn path(&self, name: &ObjectName) -> object_store::path::Path {
+        match &self.inner.remote {
+            Some(remote) => remote.path(&name.to_string()),
+            None => name.path(),
+        }
+    }
+
     /// Writes a whole object; durable on return. Overwrites, which is harmless:
     /// a name's bytes are a function of the name.
     pub async fn put(&self, name: &ObjectName, bytes: Bytes) -> Result<(), Error> {
-        self.require_mounted("write", name).await?;
-        let path = name.path();
+        self.require_folder("write", name).await?;
+        let path = self.path(name);
         self.call("write", name, self.inner.driver.put(&path, PutPayload::from_bytes(bytes))).await.map(|_| ())
     }
 
     /// Starts a streaming write in bounded memory. Nothing is visible before
     /// [`BlobWriter::finish`] returns.
     pub async fn writer(&self, name: &ObjectName) -> Result<BlobWriter, Error> {
-        self.require_mounted("start writing", name).await?;
-        let path = name.path();
+        if self.remote().is_some() {
+            // What fits into one part is written by one call, so nothing is started yet.
+            return Ok(BlobWriter::remote(*name, self.clone(), self.inner.part_bytes));
+        }
+        self.require_folder("start writing", name).await?;
+        let path = self.path(name);
         let upload = self.call("start writing", name, self.inner.driver.put_multipart(&path)).await?;
-        Ok(BlobWriter::new(*name, upload, self.inner.piece_bytes, self.inner.limit))
+        Ok(BlobWriter::new(*name, upload, self.inner.part_bytes, self.inner.limit))
     }
 
     /// Reads a whole object.
     pub async fn read(&self, name: &ObjectName) -> Result<Bytes, Error> {
-        let path = name.path();
+        let path = self.path(name);
         self.call("read", name, async { self.inner.driver.get(&path).await?.bytes().await }).await
     }
 
@@ -176,7 +129,7 @@ impl Blobs {
         if range.is_empty() {
             return Ok(Bytes::new());
         }
-        let path = name.path();
+        let path = self.path(name);
         let wanted = range.end - range.start;
         let bytes = match self.call("read", name, self.inner.driver.get_range(&path, range.clone())).await {
             Ok(bytes) => bytes,
@@ -193,8 +146,8 @@ impl Blobs {
         }
     }
 
-    /// Reads a range piece by piece, one piece ahead of the reader. The stream
-    /// ends after the first error.
+    /// Reads a range piece by piece, one piece ahead of the reader (two from a remote
+    /// store). The stream ends after the first error.
     pub fn stream(&self, name: &ObjectName, range: Range<u64>) -> BoxStream<'static, Result<Bytes, Error>> {
         self.stream_by(name, range, self.inner.piece_bytes)
     }
@@ -213,16 +166,17 @@ impl Blobs {
             async move { blobs.read_range(&name, piece).await }
         });
         let mut failed = false;
+        let num_reads = if self.is_local() { LOCAL_READS } else { REMOTE_READS };
         // A failed piece ends the stream: what follows it must not be taken for its successor.
         reads
-            .buffered(2)
+            .buffered(num_reads)
             .take_while(move |read| std::future::ready(!std::mem::replace(&mut failed, read.is_err())))
             .boxed()
     }
 
     /// An object's size; `None` when it is not there.
     pub async fn size(&self, name: &ObjectName) -> Result<Option<u64>, Error> {
-        let path = name.path();
+        let path = self.path(name);
         match self.call("look at", name, self.inner.driver.head(&path)).await {
             Ok(meta) => Ok(Some(meta.size)),
             Err(err) if err.is_missing() => Ok(None),
@@ -232,20 +186,47 @@ impl Blobs {
 
     /// Deletes an object; one that is not there is fine.
     pub async fn delete(&self, name: &ObjectName) -> Result<(), Error> {
-        let path = name.path();
+        let path = self.path(name);
         match self.call("delete", name, self.inner.driver.delete(&path)).await {
             Err(err) if err.is_missing() => Ok(()),
             other => other,
         }
     }
 
+    /// Deletes objects; those that are not there are fine. One call for many of them
+    /// where the store has one.
+    pub async fn delete_all(&self, names: &[ObjectName]) -> Result<(), Error> {
+        if self.is_local() {
+            for name in names {
+                self.delete(name).await?;
+            }
+            return Ok(());
+        }
+        for names in names.chunks(DELETE_NAMES) {
+            let [first, ..] = names else { continue };
+            let paths: Vec<_> = names.iter().map(|name| Ok(self.path(name))).collect();
+            let deleted = self.inner.driver.delete_stream(stream::iter(paths).boxed());
+            let all = deleted.try_for_each(|_| std::future::ready(Ok(())));
+            match self.call("delete", first, all).await {
+                // Some services tell a name that is not there, and then not the rest.
+                Err(err) if err.is_missing() => {
+                    for name in names {
+                        self.delete(name).await?;
+                    }
+                }
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+
     /// Removes everything of a job, on a local folder with its folders: those of a job
     /// are thousands, and every later listing would walk them.
     pub async fn remove_job(&self, job: JobId) -> Result<(), Error> {
         let prefix = Prefix::Job(job);
-        let mut listed = self.list(prefix);
-        while let Some(object) = listed.try_next().await? {
-            self.delete(&object.name).await?;
+        let mut pieces = self.list(prefix).map_ok(|listed| listed.name).try_chunks(DELETE_NAMES);
+        while let Some(names) = pieces.try_next().await.map_err(|err| err.1)? {
+            self.delete_all(&names).await?;
         }
         let Some(folder) = self.inner.root.as_ref().map(|root| root.join(prefix.to_string())) else { return Ok(()) };
         let removed = tokio::task::spawn_blocking(move || std::fs::remove_dir_all(folder)).await;
@@ -260,30 +241,43 @@ impl Blobs {
         }
     }
 
-    /// Lists our objects under a prefix, in no particular order. Names that are
-    /// not ours are left out.
+    /// Lists our objects under a prefix, in the order of names on a remote store and in
+    /// none on a folder. Names that are not ours are left out.
     pub fn list(&self, prefix: Prefix) -> BoxStream<'static, Result<Listed, Error>> {
-        let root = match prefix {
-            Prefix::All => None,
-            prefix => Some(object_store::path::Path::from(prefix.to_string())),
+        let root = match (prefix, self.remote()) {
+            (Prefix::All, None) => None,
+            (Prefix::All, Some(remote)) => Some(remote.prefix.clone()),
+            (prefix, None) => Some(object_store::path::Path::from(prefix.to_string())),
+            (prefix, Some(remote)) => Some(remote.path(&prefix.to_string())),
         };
+        let remote = self.inner.remote.clone();
         let listing = self.inner.driver.list(root.as_ref());
         listing
             .filter_map(move |listed| {
                 std::future::ready(match listed {
-                    Ok(meta) => meta.location.as_ref().parse().ok().map(|name| {
-                        let modified = Timestamp::from_micros(meta.last_modified.timestamp_micros());
-                        Ok(Listed { name, bytes: meta.size, modified })
-                    }),
+                    Ok(meta) => {
+                        let name = match &remote {
+                            Some(remote) => remote.name_of(&meta.location),
+                            None => Some(meta.location.as_ref()),
+                        };
+                        name.and_then(|name| name.parse().ok()).map(|name| {
+                            let modified = Timestamp::from_micros(meta.last_modified.timestamp_micros());
+                            Ok(Listed { name, bytes: meta.size, modified })
+                        })
+                    }
                     Err(err) => Some(Err(Error::from_driver("list", format!("{prefix}/"), err))),
                 })
             })
             .boxed()
     }
 
-    /// Removes what killed uploads left on a local folder: files named `name#N`,
-    /// which no listing shows, last written more than `older_than` ago. Returns how many.
+    /// Removes what killed uploads left, last written more than `older_than` ago: on a
+    /// folder files named `name#N`, on a remote store uploads that never ended; no
+    /// listing shows either. Returns how many.
     pub async fn sweep_leftovers(&self, older_than: Duration) -> Result<u32, Error> {
+        if let Some(remote) = self.remote() {
+            return upload::sweep(self, remote, older_than).await;
+        }
         let Some(root) = self.inner.root.clone() else { return Ok(0) };
         let shown = root.display().to_string();
         let swept = tokio::task::spawn_blocking(move || crate::writer::sweep_folder(&root, older_than)).await;
@@ -292,71 +286,6 @@ impl Blobs {
             Err(err) => Err(Error::Unavailable { doing: "sweep", name: shown, source: Box::new(err) }),
         }
     }
-
-    /// Proves that objects can be written, read back and deleted, and finds out
-    /// what the storage can do.
-    pub async fn probe(&self) -> Result<Capabilities, Error> {
-        let name = ObjectName::Probe(uuid::Uuid::now_v7());
-        let bytes = Bytes::from_static(b"overnight probe");
-        self.put(&name, bytes.clone()).await?;
-        let read = self.read(&name).await;
-        let ranged = self.read_range(&name, 3..9).await;
-        let path = name.path();
-        let create = PutOptions::from(PutMode::Create);
-        let again = self.inner.driver.put_opts(&path, PutPayload::from_bytes(bytes.clone()), create).await;
-        self.delete(&name).await?;
-        if read? != bytes || ranged? != bytes.slice(3..9) {
-            return Err(Error::damaged(&name, "read back other bytes than were written"));
-        }
-        let conditional_create = matches!(again, Err(object_store::Error::AlreadyExists { .. }));
-        Ok(Capabilities { synced: self.inner.root.is_some(), conditional_create })
-    }
-
-    async fn call<T>(
-        &self,
-        doing: &'static str,
-        name: &ObjectName,
-        work: impl Future<Output = object_store::Result<T>>,
-    ) -> Result<T, Error> {
-        match tokio::time::timeout(self.inner.limit, work).await {
-            Ok(Ok(value)) => Ok(value),
-            Ok(Err(err)) => {
-                let err = Error::from_driver(doing, name.to_string(), err);
-                if err.is_missing() {
-                    self.require_mounted(doing, name).await?;
-                }
-                Err(err)
-            }
-            Err(_) => Err(Error::TimedOut { doing, name: name.to_string(), limit: self.inner.limit }),
-        }
-    }
-
-    /// Proves that a local folder is still the one that was opened.
-    async fn require_mounted(&self, doing: &'static str, name: &ObjectName) -> Result<(), Error> {
-        let Some(mark) = self.inner.mark.clone() else { return Ok(()) };
-        let looked = tokio::task::spawn_blocking(move || mark.check());
-        let unavailable = |source| Error::Unavailable { doing, name: name.to_string(), source };
-        match tokio::time::timeout(self.inner.limit, looked).await {
-            Ok(Ok(found)) => found.map_err(|err| unavailable(Box::new(err))),
-            Ok(Err(err)) => Err(unavailable(Box::new(err))),
-            Err(_) => Err(Error::TimedOut { doing, name: name.to_string(), limit: self.inner.limit }),
-        }
-    }
-}
-
-/// Makes a folder and syncs the ones it was made in: a row that names an object must
-/// not outlive the folder of all objects.
-fn make_durable(root: &Path) -> std::io::Result<()> {
-    let made: Vec<&Path> = root.ancestors().take_while(|folder| !folder.exists()).collect();
-    std::fs::create_dir_all(root)?;
-    // The root's own entry always: who made it may have died before it was synced.
-    for folder in made.iter().copied().chain([root]) {
-        let above = folder.parent().filter(|above| !above.as_os_str().is_empty());
-        if cfg!(unix) {
-            std::fs::File::open(above.unwrap_or(Path::new(".")))?.sync_all()?;
-        }
-    }
-    Ok(())
 }
 
 fn short(name: &ObjectName, wanted: u64, size: u64) -> Error {

@@ -1,50 +1,45 @@
-//! Storage promises, on a folder and in memory.
+//! Storage promises, on every storage that is there.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::TryStreamExt;
+use object_store::ObjectStoreExt;
 use overnight_types::{FileId, JobId};
 
 use crate::sha::Sha256;
-use crate::{Blobs, Error, ObjectName, Prefix};
+use crate::test_stores::{self, TestStore};
+use crate::{Blobs, Error, ObjectName, Options, Prefix};
 
-fn both() -> (tempfile::TempDir, Vec<Blobs>) {
-    let dir = tempfile::tempdir().unwrap();
-    let local = Blobs::local(&dir.path().join("made/on/the/way")).unwrap();
-    (dir, vec![local, Blobs::memory()])
-}
-
-fn pattern(len: usize) -> Vec<u8> {
+pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 31 / 7) as u8).collect()
 }
 
 #[tokio::test]
 async fn written_bytes_read_back_at_every_piece_edge() {
-    let (_dir, stores) = both();
-    for blobs in stores {
-        for len in [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 5] {
+    for TestStore { name: store, blobs, .. } in test_stores::all().await {
+        let piece = if blobs.is_local() { 1 << 20 } else { 5 << 20 };
+        for len in [0, 1, piece - 1, piece, piece + 1, 3 * piece + 5] {
             let name = ObjectName::file(FileId::new());
             let bytes = pattern(len);
             let mut writer = blobs.writer(&name).await.unwrap();
             for chunk in bytes.chunks(700_001) {
                 writer.append(chunk).await.unwrap();
             }
-            assert_eq!(blobs.size(&name).await.unwrap(), None, "nothing is visible before the end");
+            assert_eq!(blobs.size(&name).await.unwrap(), None, "{store}: nothing is visible before the end");
             let written = writer.finish().await.unwrap();
             assert_eq!((written.bytes, written.sha256), (len as u64, Sha256::of(&bytes)));
             assert_eq!(blobs.size(&name).await.unwrap(), Some(len as u64));
-            assert_eq!(blobs.read(&name).await.unwrap(), bytes);
+            assert!(blobs.read(&name).await.unwrap() == bytes, "{store}: {len} bytes");
             let streamed: Vec<Bytes> = blobs.stream(&name, 0..len as u64).try_collect().await.unwrap();
-            assert_eq!(streamed.concat(), bytes);
+            assert!(streamed.concat() == bytes, "{store}: {len} bytes in pieces");
         }
     }
 }
 
 #[tokio::test]
 async fn short_and_missing_objects_are_told_apart() {
-    let (_dir, stores) = both();
-    for blobs in stores {
+    for TestStore { name: store, blobs, .. } in test_stores::all().await {
         let name = ObjectName::file(FileId::new());
         assert!(matches!(blobs.read(&name).await, Err(Error::Missing { .. })));
         assert!(matches!(blobs.read_range(&name, 0..5).await, Err(Error::Missing { .. })));
@@ -52,7 +47,8 @@ async fn short_and_missing_objects_are_told_apart() {
         assert_eq!(blobs.read_range(&name, 3..6).await.unwrap(), "345");
         assert_eq!(blobs.read_range(&name, 3..3).await.unwrap(), "");
         for range in [5..11, 10..12, 50..60] {
-            assert!(matches!(blobs.read_range(&name, range.clone()).await, Err(Error::Damaged { .. })), "{range:?}");
+            let read = blobs.read_range(&name, range.clone()).await;
+            assert!(matches!(read, Err(Error::Damaged { .. })), "{store}: {range:?}: {read:?}");
         }
         assert!(blobs.stream(&name, 0..20).try_collect::<Vec<_>>().await.is_err());
         blobs.delete(&name).await.unwrap();
@@ -63,21 +59,26 @@ async fn short_and_missing_objects_are_told_apart() {
 
 #[tokio::test]
 async fn listing_tells_our_objects_only() {
-    let (_dir, stores) = both();
     let job = JobId::new();
-    for blobs in stores {
+    for TestStore { name: store, blobs, .. } in test_stores::all().await {
         let names = [ObjectName::index(job), ObjectName::intake_run(job, 0), ObjectName::file(FileId::new())];
         for name in &names {
             blobs.put(name, Bytes::from_static(b"x")).await.unwrap();
         }
         if let Some(root) = blobs.root() {
             std::fs::write(root.join("files/notes.txt"), "of somebody else").unwrap();
+        } else {
+            let path = match blobs.remote() {
+                Some(remote) => remote.path("files/notes.txt"),
+                None => "files/notes.txt".into(),
+            };
+            blobs.driver().put(&path, "of somebody else".into()).await.unwrap();
         }
         let mut all: Vec<_> = blobs.list(Prefix::All).map_ok(|listed| listed.name).try_collect().await.unwrap();
         let mut wanted = names.to_vec();
         all.sort();
         wanted.sort();
-        assert_eq!(all, wanted);
+        assert_eq!(all, wanted, "{store}");
         let runs: Vec<_> = blobs.list(Prefix::IntakeRuns(job)).try_collect().await.unwrap();
         assert_eq!(runs.iter().map(|listed| (listed.name, listed.bytes)).collect::<Vec<_>>(), [(names[1], 1)]);
     }
@@ -178,19 +179,37 @@ async fn call_that_hangs_is_cut_at_its_limit() {
 
 #[tokio::test]
 async fn probe_leaves_nothing_and_tells_what_holds() {
-    let (_dir, stores) = both();
-    for blobs in stores {
-        let found = blobs.probe().await.unwrap();
-        assert!(found.conditional_create);
+    for TestStore { name: store, blobs, .. } in test_stores::all().await {
+        let found = blobs.probe().await.unwrap_or_else(|err| panic!("{store}: {}", overnight_types::chain(&err)));
+        assert_eq!(found.conditional_create, store != "garage", "{store}");
         assert_eq!(found.synced, blobs.root().is_some());
         assert!(blobs.list(Prefix::All).try_collect::<Vec<_>>().await.unwrap().is_empty());
     }
 }
 
-#[test]
-fn storage_that_is_not_served_is_refused_by_name() {
-    for url in ["s3://bucket/x", "gs://b", "az://c", "ftp://x", "file://relative", "/tmp/x", "file:///"] {
-        let message = Blobs::open(url).unwrap_err().to_string();
+#[tokio::test]
+async fn storage_that_is_not_served_is_refused_by_name() {
+    for url in ["ftp://x", "http://host/bucket", "file://relative", "/tmp/x", "file:///"] {
+        let message = Blobs::open(url, &Options::default()).await.unwrap_err().to_string();
         assert!(message.contains(url), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn deleted_job_leaves_no_object_and_others_stay() {
+    let (job, other) = (JobId::new(), JobId::new());
+    for TestStore { name: store, blobs, .. } in test_stores::all().await {
+        let kept = ObjectName::index(other);
+        let gone: Vec<_> = (0..40).map(|run| ObjectName::intake_run(job, run)).collect();
+        for name in gone.iter().chain([&kept]) {
+            blobs.put(name, Bytes::from_static(b"x")).await.unwrap();
+        }
+        // One that is not there any more does not keep the rest.
+        blobs.delete(&gone[3]).await.unwrap();
+        blobs.delete_all(&gone[..10]).await.unwrap_or_else(|err| panic!("{store}: {}", overnight_types::chain(&err)));
+        assert_eq!(blobs.list(Prefix::Job(job)).try_collect::<Vec<_>>().await.unwrap().len(), 30, "{store}");
+        blobs.remove_job(job).await.unwrap();
+        let left: Vec<_> = blobs.list(Prefix::All).map_ok(|listed| listed.name).try_collect().await.unwrap();
+        assert_eq!(left, [kept], "{store}");
     }
 }

@@ -1,5 +1,8 @@
 //! A streaming write of one object in bounded memory, hashed on the way, and the
 //! sweep of what a killed write leaves on a local folder.
+//!
+//! To a remote store what fits into one part goes by one call, more by an upload in
+//! parts; see [`crate::remote::upload`].
 
 use std::io;
 use std::path::Path;
@@ -8,9 +11,10 @@ use std::time::{Duration, SystemTime};
 use bytes::{Bytes, BytesMut};
 use object_store::{MultipartUpload, PutPayload};
 
-use crate::Error;
 use crate::layout::ObjectName;
+use crate::remote::upload::{Upload, part_bytes};
 use crate::sha::Sha256;
+use crate::{Blobs, Error};
 
 /// A disk that takes less than this while it syncs counts as hung, bytes per second.
 const SYNC_BYTES_PER_S_MIN: u64 = 2 << 20;
@@ -28,15 +32,35 @@ pub struct Written {
 #[derive(Debug)]
 pub struct BlobWriter {
     name: ObjectName,
-    upload: Box<dyn MultipartUpload>,
+    upload: Way,
     buffer: BytesMut,
     piece_bytes: usize,
     limit: Duration,
     sha: Sha256,
 }
 
+/// How the pieces reach the storage.
+#[derive(Debug)]
+enum Way {
+    Folder(Box<dyn MultipartUpload>),
+    /// The upload begins with the first full part.
+    Remote {
+        blobs: Blobs,
+        upload: Option<Upload>,
+    },
+}
+
 impl BlobWriter {
     pub(crate) fn new(name: ObjectName, upload: Box<dyn MultipartUpload>, piece_bytes: u64, limit: Duration) -> Self {
+        Self::over(name, Way::Folder(upload), piece_bytes, limit)
+    }
+
+    pub(crate) fn remote(name: ObjectName, blobs: Blobs, piece_bytes: u64) -> Self {
+        let limit = blobs.limit();
+        Self::over(name, Way::Remote { blobs, upload: None }, piece_bytes, limit)
+    }
+
+    fn over(name: ObjectName, upload: Way, piece_bytes: u64, limit: Duration) -> Self {
         let piece_bytes = usize::try_from(piece_bytes).expect("a piece fits into memory");
         Self { name, upload, buffer: BytesMut::new(), piece_bytes, limit, sha: Sha256::default() }
     }
@@ -54,8 +78,12 @@ impl BlobWriter {
     /// Appends bytes that the caller keeps.
     pub async fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         self.sha.update(bytes);
-        while self.buffer.len() + bytes.len() >= self.piece_bytes {
-            let (head, rest) = bytes.split_at(self.piece_bytes - self.buffer.len());
+        loop {
+            let piece_bytes = self.next_piece_bytes();
+            if self.buffer.len() + bytes.len() < piece_bytes {
+                break;
+            }
+            let (head, rest) = bytes.split_at(piece_bytes - self.buffer.len());
             self.buffer.extend_from_slice(head);
             bytes = rest;
             self.put_piece().await?;
@@ -66,20 +94,47 @@ impl BlobWriter {
 
     /// Makes the object visible and durable.
     pub async fn finish(mut self) -> Result<Written, Error> {
+        let is_one_piece = matches!(self.upload, Way::Remote { upload: None, .. });
         // An upload without a part is refused by some services.
-        if !self.buffer.is_empty() || self.sha.num_bytes() == 0 {
+        if !is_one_piece && (!self.buffer.is_empty() || self.sha.num_bytes() == 0) {
             self.put_piece().await?;
         }
         let limit = self.finish_limit();
-        let done = tokio::time::timeout(limit, self.upload.complete()).await;
-        self.settle("finish writing", limit, done)?;
+        match self.upload {
+            Way::Folder(mut upload) => {
+                let done = tokio::time::timeout(limit, upload.complete()).await;
+                settle(self.name, "finish writing", limit, done)?;
+            }
+            Way::Remote { blobs, upload: None } => blobs.put(&self.name, self.buffer.freeze()).await?,
+            Way::Remote { blobs, upload: Some(upload) } => {
+                upload.finish(blobs.remote().expect("a remote writer is of a remote store")).await?;
+            }
+        }
         Ok(Written { bytes: self.sha.num_bytes(), sha256: self.sha.finish() })
     }
 
     /// Gives up and removes what was stored so far.
-    pub async fn abort(mut self) -> Result<(), Error> {
-        let done = tokio::time::timeout(self.limit, self.upload.abort()).await;
-        self.settle("abort writing", self.limit, done)
+    pub async fn abort(self) -> Result<(), Error> {
+        match self.upload {
+            Way::Folder(mut upload) => {
+                let done = tokio::time::timeout(self.limit, upload.abort()).await;
+                settle(self.name, "abort writing", self.limit, done)
+            }
+            Way::Remote { upload: None, .. } => Ok(()),
+            Way::Remote { blobs, upload: Some(upload) } => {
+                upload.abort(blobs.remote().expect("a remote writer is of a remote store")).await
+            }
+        }
+    }
+
+    fn next_piece_bytes(&self) -> usize {
+        match &self.upload {
+            Way::Remote { upload: Some(upload), .. } => {
+                usize::try_from(part_bytes(self.piece_bytes as u64, upload.num_parts()))
+                    .expect("a part fits into memory")
+            }
+            _ => self.piece_bytes,
+        }
     }
 
     /// The end syncs whatever the system has not written of the object yet, which may
@@ -90,21 +145,34 @@ impl BlobWriter {
     }
 
     async fn put_piece(&mut self) -> Result<(), Error> {
-        let piece = std::mem::replace(&mut self.buffer, BytesMut::with_capacity(self.piece_bytes)).freeze();
-        let done = tokio::time::timeout(self.limit, self.upload.put_part(PutPayload::from_bytes(piece))).await;
-        self.settle("write", self.limit, done)
-    }
-
-    fn settle<T>(
-        &self,
-        doing: &'static str,
-        limit: Duration,
-        done: Result<object_store::Result<T>, tokio::time::error::Elapsed>,
-    ) -> Result<T, Error> {
-        match done {
-            Ok(done) => done.map_err(|err| Error::from_driver(doing, self.name.to_string(), err)),
-            Err(_) => Err(Error::TimedOut { doing, name: self.name.to_string(), limit }),
+        let piece = std::mem::take(&mut self.buffer).freeze();
+        match &mut self.upload {
+            Way::Folder(upload) => {
+                self.buffer.reserve(self.piece_bytes);
+                let done = tokio::time::timeout(self.limit, upload.put_part(PutPayload::from_bytes(piece))).await;
+                settle(self.name, "write", self.limit, done)
+            }
+            Way::Remote { blobs, upload } => {
+                let remote = blobs.remote().expect("a remote writer is of a remote store");
+                let upload = match upload {
+                    Some(upload) => upload,
+                    none => none.insert(Upload::begin(blobs, remote, self.name).await?),
+                };
+                upload.put(remote, piece).await
+            }
         }
+    }
+}
+
+fn settle<T>(
+    name: ObjectName,
+    doing: &'static str,
+    limit: Duration,
+    done: Result<object_store::Result<T>, tokio::time::error::Elapsed>,
+) -> Result<T, Error> {
+    match done {
+        Ok(done) => done.map_err(|err| Error::from_driver(doing, name.to_string(), err)),
+        Err(_) => Err(Error::TimedOut { doing, name: name.to_string(), limit }),
     }
 }
 

@@ -15,6 +15,9 @@ use crate::output::{Ui, escape};
 /// What a download or a run writes beside its output before the rename.
 const ON_THE_WAY: [&str; 3] = ["", ".partial", ".partial.json"];
 
+/// Addresses that a person might give for a file.
+const REMOTE: [&str; 5] = ["s3://", "gs://", "az://", "http://", "https://"];
+
 /// Refuses outputs that are an input or cannot be written. `-` is stdin or stdout.
 pub(crate) fn check(outputs: &[&Path], inputs: &[&OsStr]) -> Result {
     let inputs: Vec<(&OsStr, (u64, u64))> =
@@ -65,6 +68,10 @@ fn check_writable(output: &Path) -> Result {
             .code("output_not_writable")
             .hint(hint))
     };
+    if output.to_str().is_some_and(|text| REMOTE.iter().any(|scheme| text.starts_with(scheme))) {
+        let hint = "write to a file and copy it there; a server keeps its own objects there with objects.url";
+        return refused("results are written to files of this machine".to_owned(), hint);
+    }
     match std::fs::metadata(output) {
         Ok(meta) if meta.is_dir() => return refused("it is a folder".to_owned(), "add the name of a file to it"),
         Ok(meta) if !meta.is_file() => return Ok(()),

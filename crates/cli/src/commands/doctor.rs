@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use overnight_blobs::Blobs;
+use overnight_blobs::{Blobs, Capabilities, Unmarked};
 use overnight_engine::cuda::find_parts;
 use overnight_engine::request::Class;
 use overnight_engine::{DeviceKind, Event, Request, RequestId, SamplingParams, Sink, StopRules};
@@ -257,8 +257,11 @@ async fn objects(config: &Config) -> Check {
         Ok(url) => url,
         Err(failure) => return Check::fail(name, failure.message(), "choose another --data-dir"),
     };
-    let remedy = "look at the folder's owner and rights, or set objects.url";
     let folder = url.strip_prefix("file://").map(Path::new);
+    let remedy = match folder {
+        Some(_) => "look at the folder's owner and rights, or set objects.url",
+        None => "config/README.md names the variables of object stores; correct objects.url or them",
+    };
     let scratch;
     let blobs = match folder {
         Some(folder) if !folder.is_dir() => {
@@ -274,15 +277,23 @@ async fn objects(config: &Config) -> Check {
                 Err(err) => return Check::fail(name, overnight_types::chain(&err), remedy),
             }
         }
-        _ => Blobs::open(&url),
+        _ => Blobs::open(&url, &service::objects::options(config, Unmarked::IsFine)).await,
     };
     match blobs {
         Err(err) => Check::fail(name, overnight_types::chain(&err), remedy),
         Ok(blobs) => match blobs.probe().await {
-            Ok(_) => Check::pass(name, format!("{url}: written, read, deleted")),
+            Ok(_) if blobs.is_local() => Check::pass(name, format!("{url}: written, read, deleted")),
+            Ok(found) => Check::pass(name, format!("{url}: {}", capabilities(found))),
             Err(err) => Check::fail(name, overnight_types::chain(&err), remedy),
         },
     }
+}
+
+/// What a remote store can do, in words.
+fn capabilities(found: Capabilities) -> String {
+    let conditional = if found.conditional_create { "kept" } else { "not kept (nothing depends on it)" };
+    let listed = if found.listed_at_once { "at once" } else { "late (what it leaves out is swept later)" };
+    format!("written, read by ranges, deleted, uploaded in parts; conditional writes {conditional}; listed {listed}")
 }
 
 fn open_files() -> Check {

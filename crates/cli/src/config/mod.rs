@@ -205,7 +205,7 @@ fn unknown_key(setting: &Setting, known: &[String]) -> Failure {
 fn invalid(setting: &Setting, what: &str) -> Failure {
     let what = what.split(" at line ").next().unwrap_or(what);
     let secret = sections::is_secret(&setting.key);
-    let value = if secret { "***".to_owned() } else { setting.value.to_string() };
+    let value = if secret { "***".to_owned() } else { sections::shown(&setting.key, &setting.value) };
     // A parser's words may quote the value.
     let what = if secret { "not of the right form" } else { what };
     Failure::new(Exit::Usage, format!("invalid setting {} = {value}: {what}", setting.key))

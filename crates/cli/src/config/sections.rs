@@ -24,7 +24,7 @@ pub(crate) struct DatabaseSection {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ObjectsSection {
-    /// `file:///abs/folder`; `None`: `objects` in the data folder.
+    /// `file:///abs/folder`, `s3://bucket/prefix`, `gs://…`, `az://…`; `None`: `objects` in the data folder.
     pub(crate) url: Option<String>,
 }
 
@@ -241,6 +241,14 @@ pub(crate) fn is_secret(key: &str) -> bool {
     matches!(key, "engine.api_key" | "api.api_keys" | "api.read_only_api_keys" | "webhook.url" | "webhook.secrets")
 }
 
+/// A value as a refusal shows it: an address without the password that it is refused for.
+pub(crate) fn shown(key: &str, value: &serde_json::Value) -> String {
+    match value.as_str().filter(|_| key == "objects.url") {
+        Some(url) => format!("{:?}", overnight_blobs::Blobs::shown_url(url)),
+        None => value.to_string(),
+    }
+}
+
 /// What is wrong with these sections or between sections: key and words.
 pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
@@ -252,13 +260,8 @@ pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
             "only sqlite:///ABSOLUTE/PATH.db is built; postgres:// comes with many machines".to_owned(),
         ));
     }
-    if let Some(url) = &config.objects.url
-        && !url.starts_with("file:///")
-    {
-        found.push((
-            "objects.url",
-            "only file:///ABSOLUTE/FOLDER is built; s3://, gs:// and az:// come with many machines".to_owned(),
-        ));
+    if let Some(err) = config.objects.url.as_deref().and_then(overnight_blobs::Blobs::check_url) {
+        found.push(("objects.url", err.to_string()));
     }
     let source = &config.engine.source;
     if source.kind == EngineKind::Openai && source.base_urls.is_empty() {

@@ -10,7 +10,7 @@ pub(crate) mod engine;
 pub(crate) mod flags;
 pub(crate) mod late;
 pub(crate) mod metrics;
-mod objects;
+pub(crate) mod objects;
 pub(crate) mod stats;
 
 use std::path::PathBuf;
@@ -54,7 +54,7 @@ impl Place {
             Failure::new(Exit::Failure, overnight_types::chain(&err)).code(code)
         })?;
         let store = open_store(config, true).await?;
-        let blobs = objects::open(config, &data_dir)?;
+        let blobs = objects::open(config, &data_dir, &store).await?;
         let webhook = webhook(config)?;
         Ok(Self { data_dir, store, blobs, webhook, _lock: lock })
     }

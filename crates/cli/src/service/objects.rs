@@ -1,38 +1,120 @@
 //! The objects that a data folder belongs to, opened and known again at every start.
 //!
-//! Invariant: a start never takes an empty mount point for an empty service. The
-//! object folder's id is kept beside the database; an object folder with another
-//! one is refused before anything is read from it.
+//! Invariant: a start never takes an empty mount point, or a mistyped bucket, for an
+//! empty service. The objects' id is kept in the data folder; objects with another one,
+//! and a store without a mark of which the database names objects, are refused before
+//! anything is read from them.
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
-use overnight_blobs::Blobs;
+use overnight_blobs::{Blobs, ObjectName, Options, Unmarked};
+use overnight_store::{File, FileQuery, Store};
 
 use crate::config::Config;
+use crate::environment;
 use crate::error::{Exit, Failure, Result};
 
 /// In the data folder: the id of the objects that its database names.
 const ID_FILE: &str = "objects.id";
+/// Newest files of the database of which a remote store must hold one.
+const PROVING_FILES: u32 = 20;
+/// A call is not tried again for longer, however long leases are.
+const RETRY_MAX: Duration = Duration::from_secs(30);
 
-/// Opens the objects, making their folder at the first start.
-pub(super) fn open(config: &Config, data_dir: &Path) -> Result<Blobs> {
+/// Opens the objects, making their folder or marking their store at the first start,
+/// and finds out what a remote store can do.
+pub(super) async fn open(config: &Config, data_dir: &Path, store: &dyn Store) -> Result<Blobs> {
     let url = config.objects_url()?;
-    let blobs = Blobs::open(&url).map_err(|err| Failure::from_error(&format!("open the objects at {url}"), &err))?;
-    know_again(&blobs, &url, data_dir)?;
+    let files = store.list_files(FileQuery { limit: PROVING_FILES, ..FileQuery::default() }).await;
+    let files = files.map_err(|err| Failure::from_error("look for files in the database", &err))?.rows;
+    // A store that was never used is new only to a database that names no object of it.
+    let unmarked = if files.is_empty() { Unmarked::IsNew } else { Unmarked::IsWrong };
+    let blobs = Blobs::open(&url, &options(config, unmarked)).await.map_err(|err| failure(&url, &err))?;
+    if !blobs.is_local() {
+        require_one_of(&blobs, &url, &files).await?;
+    }
+    know_again(&blobs, &url, data_dir).await?;
+    if !blobs.is_local() {
+        let found = blobs.probe().await.map_err(|err| failure(&url, &err))?;
+        tracing::info!(
+            objects.url = url,
+            objects.conditional_create = found.conditional_create,
+            objects.listed_at_once = found.listed_at_once,
+            "objects can be written, read by ranges, listed, deleted, and uploaded in parts"
+        );
+    }
     Ok(blobs)
 }
 
+/// Refuses a store that holds none of the files that the database names: a machine that
+/// has not been here before knows no id to compare.
+async fn require_one_of(blobs: &Blobs, url: &str, files: &[File]) -> Result {
+    for file in files {
+        if blobs.size(&ObjectName::file(file.id)).await.map_err(|err| failure(url, &err))?.is_some() {
+            return Ok(());
+        }
+    }
+    match files {
+        [] => Ok(()),
+        [newest, ..] => {
+            let num_files = files.len();
+            let what =
+                format!("{url} holds none of the {num_files} newest files of this database, not even {}", newest.id);
+            let hint = "correct objects.url or database.url: they belong to different installations";
+            Err(Failure::new(Exit::Failure, what).code("objects_not_ours").hint(hint))
+        }
+    }
+}
+
+/// How the objects of this configuration are opened.
+pub(crate) fn options(config: &Config, unmarked: Unmarked) -> Options {
+    let prefixes = ["AWS_", "AZURE_", "GOOGLE_"];
+    let named = prefixes.into_iter().flat_map(environment::with_prefix);
+    let text =
+        |(name, value): (String, OsString)| Some((name, value.into_string().ok().filter(|text| !text.is_empty())?));
+    let identity = environment::text("IDENTITY_ENDPOINT").map(|value| ("IDENTITY_ENDPOINT".to_owned(), value));
+    Options {
+        environment: named.filter_map(text).chain(identity).collect(),
+        // A call ends before the lease that it is made under.
+        retry_for: (config.worker.lease_ttl / 2).min(RETRY_MAX),
+        unmarked,
+    }
+}
+
+fn failure(url: &str, err: &overnight_blobs::Error) -> Failure {
+    let failure = Failure::from_error(&format!("open the objects at {url}"), err).code("objects");
+    match err {
+        overnight_blobs::Error::NotOurs { .. } => failure.code("objects_not_ours").hint(
+            "correct objects.url; if the objects were moved there without their mark, copy it too (.overnight-marks/)",
+        ),
+        overnight_blobs::Error::Unsupported { .. } => failure,
+        _ => failure.hint("`batch doctor` looks at the object store alone"),
+    }
+}
+
 /// Compares the objects' id with the one kept, or keeps it at the first start.
-fn know_again(blobs: &Blobs, url: &str, data_dir: &Path) -> Result {
+async fn know_again(blobs: &Blobs, url: &str, data_dir: &Path) -> Result {
     let Some(id) = blobs.id() else { return Ok(()) };
     let path = data_dir.join(ID_FILE);
     let failed = |doing: &str, err: std::io::Error| Failure::from_error(&format!("{doing} {}", path.display()), &err);
     match std::fs::read_to_string(&path) {
-        Ok(known) if known.trim() == id.to_string() => Ok(()),
-        Ok(_) => {
+        Ok(known) => {
+            let known = uuid::Uuid::try_parse(known.trim()).ok();
+            let is_known = match known {
+                Some(known) => blobs.is_known_as(known).await.map_err(|err| failure(url, &err))?,
+                None => false,
+            };
+            if is_known {
+                return Ok(());
+            }
             let what = format!("the objects at {url} are not those that this data folder was used with");
-            let hint = format!("mount their disk; if they were replaced on purpose, remove {}", path.display());
+            let hint = match blobs.is_local() {
+                true => format!("mount their disk; if they were replaced on purpose, remove {}", path.display()),
+                false => format!("correct objects.url; if they were moved on purpose, remove {}", path.display()),
+            };
             Err(Failure::new(Exit::Failure, what).code("objects_changed").hint(hint))
         }
         Err(err) if err.kind() == std::io::ErrorKind::NotFound => {
@@ -56,24 +138,46 @@ mod tests {
     use super::*;
 
     // A reboot that did not mount the disk: the folder is there, empty.
-    #[test]
-    fn start_on_a_bare_mount_point_is_refused_and_nothing_is_lost() {
+    #[tokio::test]
+    async fn start_on_a_bare_mount_point_is_refused_and_nothing_is_lost() {
         let dir = tempfile::tempdir().unwrap();
         let [data, objects, disk] = ["data", "objects", "disk"].map(|name| dir.path().join(name));
         std::fs::create_dir(&data).unwrap();
-        let start = || know_again(&Blobs::local(&objects).unwrap(), "file:///objects", &data);
-        start().unwrap();
-        start().unwrap();
+        let start = async || know_again(&Blobs::local(&objects).unwrap(), "file:///objects", &data).await;
+        start().await.unwrap();
+        start().await.unwrap();
         std::fs::rename(&objects, &disk).unwrap();
         std::fs::create_dir(&objects).unwrap();
-        let failure = start().unwrap_err();
+        let failure = start().await.unwrap_err();
         assert!(failure.message().contains("not those"), "{}", failure.message());
-        assert!(start().is_err(), "the refused start changed nothing");
+        assert!(start().await.is_err(), "the refused start changed nothing");
         std::fs::remove_dir_all(&objects).unwrap();
         std::fs::rename(&disk, &objects).unwrap();
-        start().unwrap();
+        start().await.unwrap();
         std::fs::remove_file(data.join(ID_FILE)).unwrap();
         std::fs::remove_dir_all(&objects).unwrap();
-        start().unwrap();
+        start().await.unwrap();
+    }
+
+    // A worker on a new machine with the bucket of another installation would call every
+    // input missing, and end its items for good.
+    #[tokio::test]
+    async fn store_that_holds_no_file_of_the_database_is_refused() {
+        let file = |id| File {
+            id,
+            filename: "in.jsonl".to_owned(),
+            purpose: overnight_store::FilePurpose::Batch,
+            bytes: 1,
+            sha256: [0; 32],
+            created_at: overnight_types::Timestamp::now(),
+            expires_at: None,
+        };
+        let files = [overnight_types::FileId::new(), overnight_types::FileId::new()].map(file);
+        let blobs = Blobs::memory();
+        require_one_of(&blobs, "s3://b/p", &[]).await.unwrap();
+        let failure = require_one_of(&blobs, "s3://b/p", &files).await.unwrap_err();
+        assert!(failure.message().contains("none of the 2 newest files"), "{}", failure.message());
+        blobs.put(&ObjectName::file(files[1].id), "x".into()).await.unwrap();
+        require_one_of(&blobs, "s3://b/p", &files).await.unwrap();
     }
 }

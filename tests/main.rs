@@ -14,6 +14,7 @@ mod late_commit;
 mod memory;
 mod metrics;
 mod peer;
+mod remote_store;
 mod run;
 mod states;
 mod stops;

@@ -1,6 +1,7 @@
 //! Test databases, builders, a scripted `Generate`, fault wrappers, bounded waits. Never a normal dependency.
 
 pub mod faults;
+pub mod objects;
 pub mod postgres;
 pub mod scripted;
 pub mod service;

@@ -145,12 +145,13 @@ async fn refusals_that_pass_are_waited_for() {
 async fn end_of_an_upload_whose_answer_was_lost_is_found_by_its_object() {
     let Some((faults, blobs)) = faulty().await else { return };
     let (name, bytes) = (ObjectName::file(FileId::new()), three_parts());
-    faults.next("POST uploadId", &[Fault::Lost]);
+    // The end is done, and refused when it is asked for again: there is no such upload then.
+    faults.next("POST uploadId", &[Fault::Lost, Fault::Status(400)]);
     let mut writer = blobs.writer(&name).await.unwrap();
     writer.append(&bytes).await.unwrap();
     assert_eq!(num_records(&blobs).await, 1, "it is recorded before its first part");
     writer.finish().await.unwrap();
-    assert_eq!(faults.num_hit.load(SeqCst), 1);
+    assert_eq!(faults.num_hit.load(SeqCst), 2);
     assert!(blobs.read(&name).await.unwrap() == bytes);
     assert_eq!((num_uploads(&blobs).await, num_records(&blobs).await), (0, 0));
 }

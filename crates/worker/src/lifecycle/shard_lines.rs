@@ -2,10 +2,11 @@
 //! later record of an item superseding the earlier one.
 //!
 //! A shard whose segments fit the memory allowed is held whole; of a larger one
-//! only the footers are, and its records are read one by one.
+//! only the footers are, and its records are read one by one. From a remote store,
+//! where each read costs its way, a large shard is first copied to a scratch folder.
 
 use bytes::Bytes;
-use futures::TryStreamExt;
+use futures::{StreamExt, TryStreamExt, stream};
 use overnight_blobs::segment::{self, Footer, RecordMeta, RecordSpan};
 use overnight_blobs::sha::Sha256;
 use overnight_blobs::{Blobs, ObjectName, SegmentReader};
@@ -17,11 +18,15 @@ use crate::Error;
 const WHOLE_BYTES_MAX: u64 = 16 << 20;
 /// Bytes that hold any segment's head.
 const HEAD_BYTES: u64 = 4 << 10;
+/// Segments of a shard that are read at once.
+const READS: usize = 4;
 
 /// Outcomes of one shard.
 #[derive(Debug)]
 pub struct ShardLines {
     segments: Vec<Loaded>,
+    /// Where the records of a large shard are read, when not from their storage.
+    scratch: Option<Blobs>,
     /// Per item of the shard: segment and record of its latest outcome.
     slots: Vec<Option<(u32, u32)>>,
 }
@@ -38,7 +43,8 @@ impl ShardLines {
         Self::load_with(blobs, job, shard, segments, WHOLE_BYTES_MAX).await
     }
 
-    pub(crate) async fn load_with(
+    /// The same with so many bytes of segments in memory.
+    pub async fn load_with(
         blobs: &Blobs,
         job: &Job,
         shard: &Shard,
@@ -46,15 +52,29 @@ impl ShardLines {
         whole_bytes_max: u64,
     ) -> Result<Self, Error> {
         let whole = segments.iter().map(|segment| segment.new.byte_len).sum::<u64>() <= whole_bytes_max;
-        let mut lines = Self { segments: Vec::new(), slots: vec![None; shard.cut.num_items as usize] };
-        for row in segments {
-            let loaded = if whole { load_whole(blobs, row).await? } else { load_ranged(blobs, row).await? };
+        let scratch = if whole || blobs.is_local() { None } else { Some(scratch()?) };
+        let slots = vec![None; shard.cut.num_items as usize];
+        let mut lines = Self { segments: Vec::new(), scratch, slots };
+        let scratch = lines.scratch.clone();
+        // Owned, because a future that borrows its row is not known to be sendable.
+        let reads = stream::iter(segments.to_vec()).map(|row| {
+            let (blobs, scratch) = (blobs.clone(), scratch.clone());
+            async move {
+                let loaded = match whole {
+                    true => load_whole(&blobs, &row).await?,
+                    false => load_ranged(&blobs, scratch.as_ref(), &row).await?,
+                };
+                Ok::<_, Error>((row, loaded))
+            }
+        });
+        let mut reads = std::pin::pin!(reads.buffered(READS));
+        while let Some((row, loaded)) = reads.try_next().await? {
             let number = u32::try_from(lines.segments.len()).expect("a shard has few segments");
             for (record, span) in (0..).zip(loaded.spans()) {
                 let bit = span.item.0.checked_sub(shard.cut.first_item.0).and_then(|bit| u32::try_from(bit).ok());
                 let Some(bit) = bit.filter(|bit| *bit < shard.cut.num_items && row.new.items.get(*bit)) else {
                     let what =
-                        format!("segment {} holds item {}, which its row does not name", name_of(row), span.item);
+                        format!("segment {} holds item {}, which its row does not name", name_of(&row), span.item);
                     return Err(Error::Damaged { job: job.id, what });
                 };
                 lines.slots[bit as usize] = Some((number, record));
@@ -82,6 +102,7 @@ impl ShardLines {
             }
             Loaded::Ranged { name, spans, .. } => {
                 let span = &spans[record as usize];
+                let blobs = self.scratch.as_ref().unwrap_or(blobs);
                 let bytes =
                     blobs.read_range(name, span.record_range()).await.map_err(Error::blobs("read an outcome"))?;
                 let meta = segment::meta_of(name, &bytes, span).map_err(Error::blobs("read an outcome"))?;
@@ -126,15 +147,32 @@ async fn load_whole(blobs: &Blobs, row: &Segment) -> Result<Loaded, Error> {
     Ok(Loaded::Whole(Box::new(reader.map_err(Error::blobs("read a segment"))?)))
 }
 
-async fn load_ranged(blobs: &Blobs, row: &Segment) -> Result<Loaded, Error> {
+fn scratch() -> Result<Blobs, Error> {
+    Blobs::scratch().map_err(Error::blobs("make room for a shard's segments"))
+}
+
+/// Checks a segment and reads its footer; copies it to `scratch` on the way.
+async fn load_ranged(blobs: &Blobs, scratch: Option<&Blobs>, row: &Segment) -> Result<Loaded, Error> {
     let name = name_of(row);
     let failed = Error::blobs("read a segment");
+    let copying = Error::blobs("copy a segment to the scratch folder");
     let byte_len = row.new.byte_len;
     let mut sha = Sha256::default();
+    let mut copy = match scratch {
+        Some(scratch) => Some(scratch.writer(&name).await.map_err(copying)?),
+        None => None,
+    };
     let mut pieces = blobs.stream(&name, 0..byte_len);
-    while let Some(piece) = pieces.try_next().await.map_err(Error::blobs("read a segment"))? {
+    while let Some(piece) = pieces.try_next().await.map_err(failed)? {
         sha.update(&piece);
+        if let Some(copy) = &mut copy {
+            copy.write(piece).await.map_err(copying)?;
+        }
     }
+    if let Some(copy) = copy {
+        copy.finish().await.map_err(copying)?;
+    }
+    let blobs = scratch.unwrap_or(blobs);
     if sha.finish() != row.new.sha256 {
         return Err(Error::Damaged { job: row.job, what: format!("{name} does not match its recorded sha256") });
     }

@@ -3,7 +3,8 @@
 //!
 //! Invariants: an object goes only when no row names it and no writer that could
 //! still name it is left (its epoch is fenced, or its shard or job has ended), and
-//! only after an age that outlasts any write under way. Every statement is bounded.
+//! only after an age that outlasts any write under way. Every statement is bounded, and
+//! so is what one sweep removes; listings are streamed, so memory does not grow with them.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
@@ -19,6 +20,10 @@ use crate::Error;
 const PIECE: u32 = 200;
 /// Pieces of one kind in one sweep; the rest waits for the next.
 const PIECES_MAX: u32 = 500;
+/// Objects of one kind that one sweep removes; the rest waits for the next.
+const REMOVED_MAX: u64 = (PIECE * PIECES_MAX) as u64;
+/// Jobs without a row whose objects one sweep removes.
+const ORPHANED_JOBS_MAX: usize = PIECE as usize;
 
 /// How old a thing must be before it may go.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -133,13 +138,27 @@ async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, age: Duration) -> Res
     while let Some(ids) = pieces.try_next().await.map_err(|err| err.1)? {
         let known: HashSet<FileId> =
             store.known_files(&ids).await.map_err(Error::store("find files"))?.into_iter().collect();
-        for id in ids.iter().filter(|id| !known.contains(id)) {
-            blobs.delete(&ObjectName::file(*id)).await.map_err(Error::blobs("delete an unclaimed file"))?;
-            fail::fail_point!("sweep::after_unclaimed_object");
-            removed += 1;
+        let unclaimed: Vec<ObjectName> =
+            ids.into_iter().filter(|id| !known.contains(id)).map(ObjectName::file).collect();
+        delete_all(blobs, &unclaimed, || fail::fail_point!("sweep::after_unclaimed_object"))
+            .await
+            .map_err(Error::blobs("delete unclaimed files"))?;
+        removed += unclaimed.len() as u64;
+        if removed >= REMOVED_MAX {
+            break;
         }
     }
     Ok(removed)
+}
+
+/// Deletes by one call for many where the store has one; on a folder one after another.
+async fn delete_all(blobs: &Blobs, names: &[ObjectName], after: impl Fn()) -> Result<(), overnight_blobs::Error> {
+    let at_once = if blobs.is_local() { 1 } else { names.len().max(1) };
+    for names in names.chunks(at_once) {
+        blobs.delete_all(names).await?;
+        after();
+    }
+    Ok(())
 }
 
 fn is_old(object: &Listed, now: Timestamp, age: Duration) -> bool {
@@ -161,13 +180,18 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
     let mut listed = blobs.list(prefix);
     let mut rows: Option<ShardRows> = None;
     let (mut known_job, mut orphaned_jobs) = (None, BTreeMap::<JobId, u64>::new());
+    let mut orphans = Vec::new();
     let mut removed = 0;
-    while let Some(object) = listed.try_next().await.map_err(Error::blobs("list objects"))? {
+    while removed < REMOVED_MAX
+        && let Some(object) = listed.try_next().await.map_err(Error::blobs("list objects"))?
+    {
         let Some(job) = object.name.job().filter(|_| is_old(&object, now, age)) else { continue };
         if known_job != Some(job) {
             if !is_known(store, job).await? {
                 // All at the end: the listing is still under way.
-                *orphaned_jobs.entry(job).or_default() += 1;
+                if orphaned_jobs.len() < ORPHANED_JOBS_MAX || orphaned_jobs.contains_key(&job) {
+                    *orphaned_jobs.entry(job).or_default() += 1;
+                }
                 continue;
             }
             known_job = Some(job);
@@ -193,11 +217,13 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
             _ => false,
         };
         if is_orphan {
-            blobs.delete(&object.name).await.map_err(Error::blobs("delete an orphan"))?;
-            fail::fail_point!("sweep::after_orphan_object");
-            removed += 1;
+            orphans.push(object.name);
+        }
+        if orphans.len() >= PIECE as usize {
+            removed += delete_orphans(blobs, &mut orphans).await?;
         }
     }
+    removed += delete_orphans(blobs, &mut orphans).await?;
     // A purge that died after the last row: ids are never used again, so nothing under
     // this one will be wanted.
     for (job, num_objects) in orphaned_jobs {
@@ -205,6 +231,14 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
         removed += num_objects;
     }
     Ok(removed)
+}
+
+/// What is an orphan once stays one: its epoch is fenced.
+async fn delete_orphans(blobs: &Blobs, orphans: &mut Vec<ObjectName>) -> Result<u64, Error> {
+    delete_all(blobs, orphans, || fail::fail_point!("sweep::after_orphan_object"))
+        .await
+        .map_err(Error::blobs("delete orphans"))?;
+    Ok(std::mem::take(orphans).len() as u64)
 }
 
 async fn is_known(store: &dyn Store, job: JobId) -> Result<bool, Error> {

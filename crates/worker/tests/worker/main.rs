@@ -11,6 +11,7 @@ mod orders;
 mod outcomes;
 mod remote;
 mod retries;
+mod stores;
 mod sweep;
 mod webhooks;
 mod whole;

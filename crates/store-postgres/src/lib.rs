@@ -155,4 +155,8 @@ impl Store for PostgresStore {
     async fn size_bytes(&self) -> Result<u64, Error> {
         self.bytes_on_disk().await
     }
+
+    async fn close(&self) {
+        PostgresStore::close(self).await;
+    }
 }

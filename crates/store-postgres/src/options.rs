@@ -39,9 +39,39 @@ impl Url {
         &self.0
     }
 
+    /// The URL without its password, and the password, for programs whose arguments every
+    /// user of the machine can read.
+    pub fn without_password(&self) -> (String, Option<String>) {
+        let (scheme, rest) = self.0.split_once("://").unwrap_or(("postgres", &self.0));
+        let end = rest.find(['/', '?']).unwrap_or(rest.len());
+        let Some((account, place)) = rest[..end].rsplit_once('@') else { return (self.0.clone(), None) };
+        let Some((user, password)) = account.split_once(':') else { return (self.0.clone(), None) };
+        (format!("{scheme}://{user}@{place}{}", &rest[end..]), Some(decoded(password)))
+    }
+
     pub(crate) fn connect(&self) -> PgConnectOptions {
         PgConnectOptions::from_str(&self.0).expect("the URL was read when it was made")
     }
+}
+
+/// Undoes `%XX`.
+fn decoded(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, tail)) = rest.split_first() {
+        let pair = tail.get(..2).and_then(|pair| std::str::from_utf8(pair).ok());
+        match pair.and_then(|pair| u8::from_str_radix(pair, 16).ok()) {
+            Some(byte) if first == b'%' => {
+                bytes.push(byte);
+                rest = &tail[2..];
+            }
+            _ => {
+                bytes.push(first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl fmt::Display for Url {
@@ -158,6 +188,9 @@ mod tests {
         let url = Url::parse("postgres://me:hush%21@db.example:5433/jobs?sslmode=require").unwrap();
         assert_eq!(url.to_string(), "postgres://me@db.example:5433/jobs");
         assert!(!format!("{url:?}").contains("hush"));
+        let (bare, password) = url.without_password();
+        assert_eq!(bare, "postgres://me@db.example:5433/jobs?sslmode=require");
+        assert_eq!(password.as_deref(), Some("hush!"));
         let refused = Url::parse("postgres://me:hush@db:notaport/jobs").expect_err("the port is no number");
         let told = overnight_types::chain(&refused);
         assert!(!told.contains("hush"), "{told}");

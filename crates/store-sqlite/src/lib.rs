@@ -145,4 +145,8 @@ impl Store for SqliteStore {
     async fn size_bytes(&self) -> Result<u64, Error> {
         self.bytes_on_disk()
     }
+
+    async fn close(&self) {
+        SqliteStore::close(self).await;
+    }
 }

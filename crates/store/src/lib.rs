@@ -118,4 +118,7 @@ pub trait Store:
 
     /// Bytes that the database takes on disk, its log included.
     async fn size_bytes(&self) -> Result<u64, Error>;
+
+    /// Closes every connection, once running calls are done. Calls after it fail.
+    async fn close(&self);
 }

@@ -270,4 +270,8 @@ impl Store for FaultyStore {
     async fn size_bytes(&self) -> Result<u64, Error> {
         self.inner.size_bytes().await
     }
+
+    async fn close(&self) {
+        self.inner.close().await;
+    }
 }

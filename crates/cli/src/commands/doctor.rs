@@ -9,8 +9,6 @@ use overnight_blobs::{Blobs, Capabilities, Unmarked};
 use overnight_engine::cuda::find_parts;
 use overnight_engine::request::Class;
 use overnight_engine::{DeviceKind, Event, Request, RequestId, SamplingParams, Sink, StopRules};
-use overnight_store::Store;
-use overnight_store_sqlite::schema_state;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
@@ -20,7 +18,8 @@ use crate::error::{Exit, Failure, Result};
 use crate::output::human;
 use crate::output::table::Column;
 use crate::output::{Field, plain};
-use crate::service::{self, engine};
+use crate::service::database::{Database, Opening};
+use crate::service::engine;
 use crate::{App, environment, host, models};
 
 /// Less room than this is a warning.
@@ -201,11 +200,14 @@ fn on_path() -> Check {
 
 async fn database(config: &Config) -> Check {
     let name = "database";
-    let path = config.database_path();
-    if !path.is_file() {
-        return Check::pass(name, format!("none yet at {}; the first start makes it", path.display()));
+    let database = match Database::of(config) {
+        Ok(database) => database,
+        Err(failure) => return Check::fail(name, failure.message(), "correct database.url"),
+    };
+    if database.is_there().is_err() {
+        return Check::pass(name, format!("none yet at {database}; the first start makes it"));
     }
-    match schema_state(&path).await {
+    match database.schema().await {
         Ok(state) if !state.is_current() => Check::warn(
             name,
             format!("schema version {}, this binary needs {}", state.found, state.needed),
@@ -213,7 +215,7 @@ async fn database(config: &Config) -> Check {
         ),
         Err(err) => Check::fail(name, overnight_types::chain(&err), "batch db check"),
         Ok(state) => {
-            let store = match service::open_store(config, false).await {
+            let store = match database.open(Opening::Look).await {
                 Ok(store) => store,
                 Err(failure) => return Check::fail(name, failure.message(), "batch db check"),
             };
@@ -226,8 +228,8 @@ async fn database(config: &Config) -> Check {
                     Check::pass(
                         name,
                         format!(
-                            "{} answers, version {}, {size}, clock {}",
-                            path.display(),
+                            "{} {database} answers, version {}, {size}, clock {}",
+                            store.backend(),
                             state.found,
                             if skew.as_secs() > 1 { "ahead" } else { "in step" }
                         ),
@@ -277,7 +279,7 @@ async fn objects(config: &Config) -> Check {
                 Err(err) => return Check::fail(name, overnight_types::chain(&err), remedy),
             }
         }
-        _ => Blobs::open(&url, &service::objects::options(config, Unmarked::IsFine)).await,
+        _ => Blobs::open(&url, &crate::service::objects::options(config, Unmarked::IsFine)).await,
     };
     match blobs {
         Err(err) => Check::fail(name, overnight_types::chain(&err), remedy),

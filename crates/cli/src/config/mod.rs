@@ -18,8 +18,8 @@ use serde_json::{Map, Value};
 
 pub(crate) use layers::{Origin, Setting, files_read, parse_file, path_text};
 pub(crate) use sections::{
-    DatabaseSection, EngineKind, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry, ModelFile,
-    ObjectsSection, WebhookSection,
+    DatabaseSection, DatabaseUrl, EngineKind, EngineSection, EngineSource, LogFormat, LogSection, Mirror, ModelEntry,
+    ModelFile, ObjectsSection, WebhookSection,
 };
 pub(crate) use show::ShownSetting;
 
@@ -135,7 +135,7 @@ impl Config {
     /// The database's file.
     pub(crate) fn database_path(&self) -> PathBuf {
         match &self.database.url {
-            Some(url) => PathBuf::from(sqlite_path(url).unwrap_or(url)),
+            Some(url) => PathBuf::from(sqlite_path(url.expose()).unwrap_or(url.expose())),
             None => self.data_dir().join("overnight.db"),
         }
     }
@@ -205,7 +205,11 @@ fn unknown_key(setting: &Setting, known: &[String]) -> Failure {
 fn invalid(setting: &Setting, what: &str) -> Failure {
     let what = what.split(" at line ").next().unwrap_or(what);
     let secret = sections::is_secret(&setting.key);
-    let value = if secret { "***".to_owned() } else { sections::shown(&setting.key, &setting.value) };
+    let value = if secret || sections::holds_password(&setting.key, &setting.value) {
+        "***".to_owned()
+    } else {
+        sections::shown(&setting.key, &setting.value)
+    };
     // A parser's words may quote the value.
     let what = if secret { "not of the right form" } else { what };
     Failure::new(Exit::Usage, format!("invalid setting {} = {value}: {what}", setting.key))

@@ -7,6 +7,7 @@ use std::time::Duration;
 use overnight_api::Secret;
 use overnight_engine::EngineConfig;
 use overnight_engine::load::LoadFormat;
+use overnight_store_postgres::Url;
 use overnight_types::humane;
 use serde::{Deserialize, Serialize};
 
@@ -16,8 +17,46 @@ use super::{Config, sqlite_path};
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct DatabaseSection {
-    /// `sqlite:///abs/path.db`; `None`: `overnight.db` in the data folder.
-    pub(crate) url: Option<String>,
+    /// `sqlite:///abs/path.db` or `postgres://user:password@host:port/database`; `None`:
+    /// `overnight.db` in the data folder.
+    pub(crate) url: Option<DatabaseUrl>,
+}
+
+/// A database's URL; shown without a password.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct DatabaseUrl(String);
+
+impl DatabaseUrl {
+    /// As it was given.
+    pub(crate) fn expose(&self) -> &str {
+        &self.0
+    }
+
+    pub(crate) fn is_postgres(&self) -> bool {
+        Url::is_postgres(&self.0)
+    }
+
+    /// Without a password, wherever it stands.
+    fn shown(&self) -> String {
+        match Url::parse(&self.0) {
+            Ok(url) => url.to_string(),
+            Err(_) if self.is_postgres() => "postgres://***".to_owned(),
+            Err(_) => self.0.clone(),
+        }
+    }
+}
+
+impl std::fmt::Debug for DatabaseUrl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.shown())
+    }
+}
+
+impl Serialize for DatabaseUrl {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.shown())
+    }
 }
 
 /// `[objects]`.
@@ -249,16 +288,24 @@ pub(crate) fn shown(key: &str, value: &serde_json::Value) -> String {
     }
 }
 
+/// Whether a value that is not secret by its key may hold a password: a server's URL, or
+/// what was meant to be one.
+pub(crate) fn holds_password(key: &str, value: &serde_json::Value) -> bool {
+    key == "database.url" && value.as_str().is_none_or(|url| url.contains('@'))
+}
+
 /// What is wrong with these sections or between sections: key and words.
 pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
-    if let Some(url) = &config.database.url
-        && sqlite_path(url).is_none_or(str::is_empty)
-    {
-        found.push((
-            "database.url",
-            "only sqlite:///ABSOLUTE/PATH.db is built; postgres:// comes with many machines".to_owned(),
-        ));
+    if let Some(url) = &config.database.url {
+        if url.is_postgres() {
+            if let Err(err) = Url::parse(url.expose()) {
+                found.push(("database.url", overnight_types::chain(&err)));
+            }
+        } else if sqlite_path(url.expose()).is_none_or(str::is_empty) {
+            let forms = "must be sqlite:///ABSOLUTE/PATH.db or postgres://USER:PASSWORD@HOST:PORT/DATABASE";
+            found.push(("database.url", forms.to_owned()));
+        }
     }
     if let Some(err) = config.objects.url.as_deref().and_then(overnight_blobs::Blobs::check_url) {
         found.push(("objects.url", err.to_string()));

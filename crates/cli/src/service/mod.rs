@@ -6,6 +6,7 @@
 
 #[cfg(feature = "failpoints")]
 pub(crate) mod crash;
+pub(crate) mod database;
 pub(crate) mod engine;
 pub(crate) mod flags;
 pub(crate) mod late;
@@ -18,7 +19,6 @@ use std::sync::Arc;
 
 use overnight_blobs::Blobs;
 use overnight_store::Store;
-use overnight_store_sqlite::{Options, SqliteStore};
 use overnight_types::Limits;
 use overnight_worker::generate::Generate;
 use overnight_worker::lifecycle::webhook::{Webhook, WebhookConfig};
@@ -30,12 +30,13 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use crate::config::Config;
 use crate::error::{Exit, Failure, Result};
 use crate::host;
+use crate::service::database::{Database, Opening};
 
 /// The data folder, opened.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) data_dir: PathBuf,
-    pub(crate) store: SqliteStore,
+    pub(crate) store: Arc<dyn Store>,
     pub(crate) blobs: Blobs,
     webhook: Option<Webhook>,
     _lock: DataDirLock,
@@ -53,15 +54,15 @@ impl Place {
             };
             Failure::new(Exit::Failure, overnight_types::chain(&err)).code(code)
         })?;
-        let store = open_store(config, true).await?;
-        let blobs = objects::open(config, &data_dir, &store).await?;
+        let store = Database::of(config)?.open(Opening::Serve).await?;
+        let blobs = objects::open(config, &data_dir, &*store).await?;
         let webhook = webhook(config)?;
         Ok(Self { data_dir, store, blobs, webhook, _lock: lock })
     }
 
     /// The store as everybody takes it.
     pub(crate) fn shared_store(&self) -> Arc<dyn Store> {
-        Arc::new(self.store.clone())
+        self.store.clone()
     }
 
     /// What a worker on this place is made of.
@@ -130,22 +131,6 @@ fn webhook(config: &Config) -> Result<Option<Webhook>> {
 /// Who makes outcomes, in words, for segments and manifests.
 pub(crate) fn producer(engine: &str) -> String {
     format!("overnight {} · {engine}", env!("CARGO_PKG_VERSION"))
-}
-
-/// Opens the database, bringing it up to date when `migrate`.
-pub(crate) async fn open_store(config: &Config, migrate: bool) -> Result<SqliteStore> {
-    let path = config.database_path();
-    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-        std::fs::create_dir_all(folder)
-            .map_err(|err| Failure::new(Exit::Failure, format!("could not make {}: {err}", folder.display())))?;
-    }
-    let options = Options { migrate, ..Options::default() };
-    #[cfg(feature = "failpoints")]
-    let options = Options { unsafe_without_epoch_guard: crash::is_epoch_guard_out(), ..options };
-    SqliteStore::open(&path, options).await.map_err(|err| {
-        Failure::from_error(&format!("open the database {}", path.display()), &err)
-            .hint("`batch db check` looks into it; nothing was changed")
-    })
 }
 
 /// Resolves at SIGTERM or SIGINT, again at the next one.

@@ -2,5 +2,6 @@
 
 mod fixture;
 mod schema;
+mod server;
 
 overnight_store::store_conformance!(crate::fixture::open);

@@ -14,7 +14,7 @@ use crate::config::{Loaded, Setting, path_text};
 use crate::error::{Exit, Failure, Result};
 use crate::host;
 use crate::output::human;
-use crate::service::open_store;
+use crate::service::database::{Database, Opening};
 
 /// A server that does not answer within this time never will.
 const START_MAX: Duration = Duration::from_secs(30);
@@ -48,7 +48,7 @@ impl Site {
         let mut settings = vec![Setting::flag("--dir", "data_dir", path_text(&self.data_dir)?)];
         settings.extend(self.database.as_deref().map(|url| Setting::flag("--database", "database.url", url)));
         let config = Loaded::read(&app.globals, settings)?.config;
-        Ok(Arc::new(open_store(&config, false).await?))
+        Database::of(&config)?.open(Opening::Look).await
     }
 
     fn spawn(&self, words: &[&str]) -> Result<Child> {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use overnight_store::{Job, Jobs};
+use overnight_store::Job;
 use overnight_types::{Endpoint, JobId, JobState, OutcomeCounts};
 use overnight_worker::WorkerHandle;
 use overnight_worker::generate::Generate;
@@ -86,6 +86,11 @@ pub(crate) async fn run(args: RunArgs, app: &App) -> Result {
     let config = Loaded::read(&app.globals, settings)?.config;
     logging::start(&config.log)?;
     engine::check_seed(&config)?;
+    if config.database.url.as_ref().is_some_and(crate::config::DatabaseUrl::is_postgres) {
+        // Its worker would take up everybody's work, and end in the middle of it.
+        return Err(Failure::usage("batch run keeps its work in a file of its own, not in a shared Postgres database")
+            .hint("use `batch submit` with a server on that database, or leave database.url out"));
+    }
     let Begun { place, mut job, errors } = tokio::select! {
         begun = begin(&args, &config, app) => begun?,
         _ = stops.next() => return Err(interrupted(app, "stopped before the first request; the same command starts it")),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use futures::StreamExt;
 use overnight_blobs::ObjectName;
-use overnight_store::{Files, Job};
+use overnight_store::Job;
 use overnight_types::{FileId, JobState};
 use serde_json::{Value, json};
 

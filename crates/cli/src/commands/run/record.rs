@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use overnight_blobs::ObjectName;
-use overnight_store::{FilePurpose, Files, IdempotencyKey, InsertJob, Job, Jobs, NewFile, NewJob, Reopen, ReopenItems};
+use overnight_store::{FilePurpose, IdempotencyKey, InsertJob, Job, NewFile, NewJob, Reopen, ReopenItems};
 use overnight_types::{Endpoint, FileId, JobId, JobState};
 use serde::{Deserialize, Serialize};
 use serde_json::json;

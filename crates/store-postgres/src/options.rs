@@ -147,6 +147,9 @@ impl Options {
                 ("tcp_keepalives_interval", "5".to_owned()),
                 ("tcp_keepalives_count", "4".to_owned()),
                 ("client_connection_check_interval", "5000".to_owned()),
+                // One plan for all values: they are found by the same indexes whatever the values
+                // are, and planning would cost more than most of them.
+                ("plan_cache_mode", "force_generic_plan".to_owned()),
                 // What a role or a database may have set otherwise.
                 ("default_transaction_isolation", "read committed".to_owned()),
                 ("synchronous_commit", "on".to_owned()),

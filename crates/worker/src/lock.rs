@@ -4,6 +4,10 @@
 //! `run`. Each worker holds `workers/{worker_id}` for as long as it lives; the
 //! system drops the lock of a process that dies, so a free lock is the proof that
 //! its worker is dead, and whoever starts next releases its leases at once.
+//!
+//! On a folder that several machines share, a file system that keeps locks to itself
+//! shows another machine's as free. So each file names its machine, and only those of
+//! this one are judged; the leases of others run out.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
@@ -79,6 +83,7 @@ impl WorkerLock {
         let unnamed = folder.join(format!("{id}.new"));
         let file = open(&unnamed)?;
         file.try_lock().map_err(|err| Error::DataDir { doing: "lock", path: unnamed.clone(), source: err.into() })?;
+        fs::write(&unnamed, Machine::here().to_string()).map_err(io("write", &unnamed))?;
         fs::rename(&unnamed, &path).map_err(io("name", &unnamed))?;
         Ok(Self { path, _file: file })
     }
@@ -91,19 +96,52 @@ impl Drop for WorkerLock {
     }
 }
 
-/// Workers of this data folder whose lock is free: they are dead.
+/// What a lock file says of its machine. Containers of one machine share its boot, and
+/// its locks; a machine that was started anew has its name still.
+#[derive(Debug, PartialEq, Eq)]
+struct Machine {
+    boot: String,
+    name: String,
+}
+
+impl Machine {
+    fn here() -> Self {
+        let read =
+            |name| fs::read_to_string(Path::new("/proc/sys/kernel").join(name)).unwrap_or_default().trim().to_owned();
+        Self { boot: read("random/boot_id"), name: read("hostname") }
+    }
+
+    /// From a lock file's text; `None` in one of a release that wrote none.
+    fn read(text: &str) -> Option<Self> {
+        let (boot, name) = text.split_once('\n')?;
+        Some(Self { boot: boot.to_owned(), name: name.trim().to_owned() })
+    }
+
+    fn is_same(&self, other: &Self) -> bool {
+        (!self.boot.is_empty() && self.boot == other.boot) || self.name == other.name
+    }
+}
+
+impl std::fmt::Display for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{}\n{}", self.boot, self.name)
+    }
+}
+
+/// Workers of this data folder and machine whose lock is free: they are dead.
 pub fn dead_workers(data_dir: &Path) -> Result<Vec<WorkerId>, Error> {
     let folder = data_dir.join(WORKERS);
     if !folder.try_exists().map_err(io("read", &folder))? {
         return Ok(Vec::new());
     }
-    let mut dead = Vec::new();
+    let (mut dead, here) = (Vec::new(), Machine::here());
     for entry in fs::read_dir(&folder).map_err(io("read", &folder))? {
         let entry = entry.map_err(io("read", &folder))?;
         let Some(id) = entry.file_name().to_str().and_then(|name| name.parse::<WorkerId>().ok()) else { continue };
         // A file that vanishes here belongs to a worker that stopped in order.
         let Ok(file) = File::open(entry.path()) else { continue };
-        if file.try_lock().is_ok() {
+        let text = fs::read_to_string(entry.path()).unwrap_or_default();
+        if Machine::read(&text).is_none_or(|machine| machine.is_same(&here)) && file.try_lock().is_ok() {
             dead.push(id);
         }
     }
@@ -162,6 +200,31 @@ mod tests {
         drop((server, worker));
         let _run = DataDirLock::take(dir.path(), DataDirUse::Exclusive).unwrap();
         assert!(DataDirLock::take(dir.path(), DataDirUse::Shared).is_err());
+    }
+
+    /// A lock that is free here may be held on the machine that its file names.
+    #[test]
+    fn worker_of_another_machine_is_not_taken_for_dead() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join(WORKERS);
+        fs::create_dir_all(&folder).unwrap();
+        let here = Machine::here();
+        let other = "0b0c\nanother-machine\n".to_owned();
+        let rebooted = format!("0b0c\n{}\n", here.name);
+        let container = format!("{}\nanother-name\n", here.boot);
+        let mut wanted = Vec::new();
+        for (text, is_judged) in [(other, false), (rebooted, true), (container, true), (String::new(), true)] {
+            let id = WorkerId::new();
+            fs::write(folder.join(id.to_string()), text).unwrap();
+            wanted.extend(is_judged.then_some(id));
+        }
+        let mut dead = dead_workers(dir.path()).unwrap();
+        dead.sort_unstable();
+        wanted.sort_unstable();
+        assert_eq!(dead, wanted);
+        let lock = WorkerLock::take(dir.path(), WorkerId::new()).unwrap();
+        let text = fs::read_to_string(&lock.path).unwrap();
+        assert_eq!(Machine::read(&text), Some(here));
     }
 
     // Servers that start at once, as after a reboot: one looks at the other's file in the

@@ -20,13 +20,14 @@ free_port() {
 
 answers() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
-# In a session of its own, so that a signal to the tests' terminal does not reach it.
+# In a session of its own, so that a signal to the tests' terminal does not reach it, and in
+# its folder, because the one it is started from may go before it.
 launch() {
   local name=$1 folder=$2 port pid tries
   shift 2
   for tries in 1 2 3 4 5; do
     port=$(cat "$folder/$name.port" 2>/dev/null || free_port)
-    setsid "${@//'{port}'/$port}" >>"$folder/$name.log" 2>&1 </dev/null &
+    (cd "$folder" && exec setsid "${@//'{port}'/$port}") >>"$folder/$name.log" 2>&1 </dev/null &
     pid=$!
     echo "$pid" >"$folder/$name.pid"
     for _ in $(seq 300); do

@@ -9,6 +9,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/common.bash"
 verb=${1-} folder=${2-}
 [ -n "$folder" ] || { echo "usage: $0 start|stop FOLDER" >&2; exit 2; }
+folder=$(realpath "$folder")
 
 start() {
   local rpc_port

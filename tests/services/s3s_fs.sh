@@ -10,6 +10,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/common.bash"
 verb=${1-} folder=${2-}
 [ -n "$folder" ] || { echo "usage: $0 start|stop|kill FOLDER" >&2; exit 2; }
+folder=$(realpath "$folder")
 server=${OVERNIGHT_TEST_S3_FS_BIN-$here/../../target/tools/bin/s3s-fs}
 
 start() {

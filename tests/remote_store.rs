@@ -8,7 +8,7 @@ use overnight_blobs::{Blobs, Options, Unmarked};
 use overnight_testing::objects::{ObjectServer, servers};
 use serde_json::Value;
 
-use crate::harness::{Service, is_terminal};
+use crate::harness::{Service, batch_binary, is_terminal};
 use crate::kill::{FAST, input, published, tiny_model, undisturbed};
 
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -84,6 +84,26 @@ async fn start_on_the_wrong_prefix_is_refused_by_name() {
     assert!(!data_dir.join("objects.id").exists(), "a start that is refused remembers nothing");
     let mut right = serve(&data_dir, &model, &server);
     right.wait_up(PATIENCE).await;
+}
+
+#[tokio::test]
+async fn doctor_says_what_a_store_can_do_and_leaves_nothing_in_it() {
+    for server in servers() {
+        let dir = tempfile::tempdir().unwrap();
+        let told = std::process::Command::new(batch_binary())
+            .args(["doctor", "--data-dir", dir.path().to_str().unwrap()])
+            .env("OVERNIGHT_OBJECTS__URL", &server.url)
+            .envs(server.environment.iter().map(|(name, value)| (name, value)))
+            .output()
+            .expect("batch runs");
+        let told = String::from_utf8_lossy(&told.stdout).into_owned();
+        let kept = if server.name == "garage" { "not kept" } else { "kept" };
+        assert!(told.contains(&format!("uploaded in parts; conditional writes {kept}")), "{}: {told}", server.name);
+        let options =
+            Options { environment: server.environment.clone(), unmarked: Unmarked::IsWrong, ..Options::default() };
+        let err = Blobs::open(&server.url, &options).await.unwrap_err();
+        assert!(matches!(err, overnight_blobs::Error::NotOurs { .. }), "{}: {err}", server.name);
+    }
 }
 
 /// How often a word stands in moto's answer about the store's prefix.

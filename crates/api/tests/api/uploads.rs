@@ -283,6 +283,31 @@ async fn full_disk_is_503_before_anything_is_taken() {
     assert_eq!(create.error(503).2, "disk_full");
 }
 
+// The disk here says nothing about a store elsewhere.
+#[tokio::test]
+async fn full_disk_does_not_keep_files_from_a_remote_store() {
+    let options = overnight_blobs::Options::default();
+    let blobs = overnight_blobs::Blobs::remote_memory(&options).await.unwrap();
+    let server = Server::with(ScriptedGenerate::echo(), |state| {
+        state.config.free_disk_bytes_min = 100;
+        state.config.other_file_bytes_max = 12 << 20;
+        state.free_disk = Some(std::sync::Arc::new(|| Ok(99)));
+        state.blobs = blobs.clone();
+    })
+    .await;
+    // Two parts and a byte, stored and given back.
+    let content: Vec<u8> = (0..(10 << 20) + 1).map(|at: u32| (at % 251) as u8).collect();
+    let file = server.post_form(&[("purpose", None, b"user_data"), ("file", Some("a.bin"), &content)]).await.ok();
+    let back = server.get(&format!("/v1/files/{}/content", file["id"].as_str().unwrap())).await;
+    assert!(back.body == content.as_slice(), "{} bytes came back", back.body.len());
+    // One that grows too large for its limit leaves neither object nor upload.
+    let large = vec![b'x'; (12 << 20) + 1];
+    server.post_form(&[("purpose", None, b"user_data"), ("file", Some("b.bin"), &large)]).await.error(413);
+    let objects: Vec<_> = futures::TryStreamExt::try_collect(blobs.list(overnight_blobs::Prefix::All)).await.unwrap();
+    assert_eq!(objects.len(), 1);
+    assert_eq!(blobs.sweep_leftovers(std::time::Duration::ZERO).await.unwrap(), 0);
+}
+
 #[tokio::test]
 async fn disk_that_fills_in_mid_upload_ends_it_and_leaves_nothing() {
     let looks = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));

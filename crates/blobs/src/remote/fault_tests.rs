@@ -319,6 +319,13 @@ async fn wrong_key_and_wrong_bucket_say_what_to_do_and_show_no_secret() {
         cases.push((test_stores::new_url("s3"), options("AWS_SECRET_ACCESS_KEY", "hunter2"), "403"));
         cases.push((test_stores::new_url("s3"), options("AWS_ACCESS_KEY_ID", "GKnobody"), "the store answered"));
         cases.push(("s3://nobodys/p".to_owned(), options("AWS_REGION", "us-east-1"), "correct objects.url"));
+        // It speaks no TLS.
+        let https = options("AWS_ENDPOINT_URL", &endpoint.replace("http://", "https://"));
+        cases.push((
+            test_stores::new_url("s3"),
+            Options { retry_for: Duration::from_millis(200), ..https },
+            "SSL_CERT_FILE",
+        ));
     }
     if let Some(endpoint) = service("azurite", "OVERNIGHT_TEST_AZURITE") {
         let mut environment = test_stores::azurite_environment(&endpoint);

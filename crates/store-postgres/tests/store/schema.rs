@@ -41,7 +41,7 @@ const DUMP: &str = "
 fn dump(database: &Database) -> String {
     let rows = database.sql(DUMP);
     let line = |row: &str| row.rsplitn(5, '|').last().unwrap_or(row).to_owned() + "\n";
-    let of = |row: &str| row.rsplitn(4, '|').nth(2).unwrap_or_default().to_owned();
+    let of = |row: &str| row.rsplit('|').nth(2).unwrap_or_default().to_owned();
     rows.lines().filter(|row| of(row) != "overnight_migrations").map(line).collect()
 }
 

@@ -186,6 +186,7 @@ macro_rules! store_conformance {
             reports::reused_worker_identity_completes_nothing_stale,
             reports::retryable_failure_is_not_stranded,
             reports::two_healthy_workers_start_six_long_shards_six_times,
+            reports::eight_workers_meet_without_an_error,
             reports::no_shard_is_leased_longer_than_its_time,
             reports::reads_and_lost_moves_wake_nobody,
         }

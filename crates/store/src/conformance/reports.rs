@@ -99,7 +99,8 @@ pub async fn two_healthy_workers_start_six_long_shards_six_times(store: &dyn Sto
         if held.is_empty() {
             break;
         }
-        for _ in 0..12 {
+        // Ten times the lease.
+        for _ in 0..40 {
             clock.advance(TTL / 4).await;
             for (worker, lease) in &held {
                 assert_eq!(store.extend_shards(*worker, &[lease.key()], TTL).await.unwrap(), []);
@@ -145,4 +146,33 @@ pub async fn reads_and_lost_moves_wake_nobody(store: &dyn Store, _clock: &dyn Te
         () = store.woken() => panic!("nothing is due, so nobody is woken"),
         () = moves => {}
     }
+}
+
+// profilarr PR#519, modrinth/code PR#7628: a transaction that turned into a writer met an
+// immediate BUSY in spite of its timeout.
+/// Eight workers at once claim, renew, commit and give back with no error at all, and
+/// every commit is made once.
+pub async fn eight_workers_meet_without_an_error(store: &dyn Store, _clock: &dyn TestClock) {
+    let job = running_job(store, &[4; 64]).await;
+    let work = async || {
+        let worker = WorkerId::new();
+        let mut commits = 0;
+        while let Some(mut lease) = try_lease(store, worker).await {
+            assert_eq!(store.extend_shards(worker, &[lease.key()], TTL).await.unwrap(), []);
+            for item in lease.shard.done.zeros().collect::<Vec<_>>() {
+                applied(commit(store, &mut lease, &[item], &[]).await);
+                commits += 1;
+                // Half of the shards change hands in the middle.
+                if item == 1 && lease.shard.cut.shard.0 % 2 == 0 {
+                    let why = AttemptEnd::Released;
+                    applied(store.release_shard_if_leased(lease.key(), Duration::ZERO, why).await.unwrap());
+                    break;
+                }
+            }
+        }
+        commits
+    };
+    let (a, b, c, d, e, f, g, h) = tokio::join!(work(), work(), work(), work(), work(), work(), work(), work());
+    assert_eq!(a + b + c + d + e + f + g + h, 4 * 64, "every commit was made once");
+    assert_eq!(finalize(store, job.id).await.final_counts.unwrap().completed, 4 * 64);
 }

@@ -166,10 +166,12 @@ impl Shards for PostgresStore {
             .bind(why.as_str())
             .row_of(self, doing)
         )?;
+        // Also when it is lost: perhaps an earlier try was carried out, and its connection broke
+        // before a cancelled job that it was the last of was made due.
+        self.settle(&[shard.job]).await?;
         if released.is_none() {
             return self.shard_state_now(shard, doing).await;
         }
-        self.settle(&[shard.job]).await?;
         self.wake_all();
         Ok(Guarded::Applied(()))
     }

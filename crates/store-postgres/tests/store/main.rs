@@ -1,6 +1,7 @@
 //! The contract's suite on Postgres, and what is Postgres's own.
 
 mod fixture;
+mod forgotten;
 mod schema;
 mod server;
 

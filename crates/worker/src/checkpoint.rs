@@ -107,7 +107,8 @@ impl OpenLease {
             }
             // A process that stalls here, past its lease, writes late: only the epoch stops it.
             fail::fail_point!("worker::segment_before_commit");
-            match self.shared.store.commit_segment_if_leased(self.key, segment).await {
+            let call = self.shared.store.commit_segment_if_leased(self.key, segment);
+            match self.guard.while_held(self.shared.config.lease_ttl, call).await.ok_or(Stop::Lost)? {
                 Ok(Guarded::Applied(committed)) => return Ok(committed),
                 Ok(Guarded::Lost { now }) => {
                     self.shared.metrics.lost();
@@ -132,7 +133,8 @@ impl OpenLease {
         }
         fail::fail_point!("worker::faults_before_record");
         let faults = std::mem::take(&mut self.unwritten.faults);
-        match self.shared.store.record_faults_if_leased(self.key, &faults).await {
+        let call = self.shared.store.record_faults_if_leased(self.key, &faults);
+        match self.guard.while_held(self.shared.config.lease_ttl, call).await.ok_or(Stop::Lost)? {
             // Other workers draw on the same budget.
             Ok(Guarded::Applied(used)) => {
                 self.shared.metrics.retried(faults.len());

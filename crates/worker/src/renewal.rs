@@ -65,6 +65,22 @@ impl LeaseGuard {
         let order = *self.order.borrow();
         if order < Order::Lost && self.leases.is_overdue(self.key) { Order::Lost } else { order }
     }
+
+    /// Waits for `call`, and once the lease is lost for `grace` more: a call that nobody
+    /// answers, because the network swallowed it, must not hold up for long what its worker
+    /// has lost. `None` then; whether it was carried out is for the next lease to see.
+    pub(crate) async fn while_held<T>(&self, grace: Duration, call: impl Future<Output = T>) -> Option<T> {
+        let mut order = self.order.clone();
+        let given_up = async {
+            // The sender goes with the lease itself.
+            let _ = order.wait_for(|order| *order == Order::Lost).await;
+            tokio::time::sleep(grace).await;
+        };
+        tokio::select! {
+            answer = call => Some(answer),
+            () = given_up => None,
+        }
+    }
 }
 
 impl Drop for LeaseGuard {
@@ -294,6 +310,15 @@ mod tests {
         assert_eq!(guard.order(), Order::HandBack);
         drop(guard);
         assert_eq!(leases.len(), 0);
+    }
+
+    #[tokio::test]
+    async fn call_that_nobody_answers_ends_with_the_lease() {
+        let leases = Leases::default();
+        let guard = leases.hold(key(0), 1, Instant::now(), Duration::from_secs(10));
+        assert_eq!(guard.while_held(Duration::ZERO, async { 7 }).await, Some(7));
+        leases.order_all(Order::Lost);
+        assert_eq!(guard.while_held(Duration::ZERO, std::future::pending::<()>()).await, None);
     }
 
     #[test]

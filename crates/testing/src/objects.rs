@@ -6,6 +6,8 @@ use std::time::Duration;
 use overnight_blobs::{Blobs, Options};
 use overnight_types::JobId;
 
+use crate::setting;
+
 /// The bucket or container that the servers are started with.
 pub const BUCKET: &str = "overnight";
 
@@ -87,9 +89,4 @@ fn azure_environment(endpoint: String) -> Vec<(String, String)> {
         ("AZURE_STORAGE_ACCOUNT_KEY", key),
     ];
     pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec()
-}
-
-#[expect(clippy::disallowed_methods, reason = "testing reads the tests' own variables")]
-fn setting(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
 }

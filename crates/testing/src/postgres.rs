@@ -4,16 +4,13 @@
 //! Both need the environment that `tests/with_services.sh` gives. Without it a test says
 //! so and ends, or fails when `OVERNIGHT_TEST_REQUIRE` lists `postgres`.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use overnight_store_postgres::{ClockOffset, Options, PostgresStore, Url};
 
-/// A variable, if it is set and not empty.
-#[expect(clippy::disallowed_methods, reason = "the place that reads the test environment")]
-fn setting(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
-}
+use crate::setting;
 
 /// Says that there is no Postgres; a panic when `OVERNIGHT_TEST_REQUIRE` lists it.
 fn lacking(what: &str) {
@@ -72,18 +69,29 @@ impl Database {
         (self.open(options).await, clock)
     }
 
+    /// The same by way of another address, such as a proxy's.
+    pub fn url_by(&self, address: SocketAddr) -> String {
+        let (server, name) = self.url.rsplit_once('/').expect("the URL names a database");
+        let (user, _) = server.rsplit_once('@').expect("the URL names a user");
+        format!("{user}@{address}/{name}")
+    }
+
     /// Runs a script of SQL as the superuser; its output, unaligned and without headers.
+    #[track_caller]
     pub fn sql(&self, script: &str) -> String {
-        let output = succeed(Command::new(self.bin.join("psql")).args([
-            "--no-psqlrc",
-            "--tuples-only",
-            "--no-align",
-            "--set=ON_ERROR_STOP=1",
-            "--command",
-            script,
-            &self.url,
-        ]));
-        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+        self.try_sql(script).unwrap_or_else(|why| panic!("{why}"))
+    }
+
+    /// The same, for a server that may be away.
+    pub fn try_sql(&self, script: &str) -> Result<String, String> {
+        let options = ["--no-psqlrc", "--tuples-only", "--no-align", "--set=ON_ERROR_STOP=1", "--command", script];
+        let mut command = Command::new(self.bin.join("psql"));
+        command.env("PGCONNECT_TIMEOUT", "10").args(options).arg(&self.url).stdin(Stdio::null());
+        let output = command.output().map_err(|err| format!("psql does not run: {err}"))?;
+        if !output.status.success() {
+            return Err(format!("psql: {}", String::from_utf8_lossy(&output.stderr).trim()));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 }
 
@@ -129,6 +137,18 @@ impl Server {
     /// An empty database on it.
     pub fn database(&self) -> Database {
         Database::on(&self.url, &self.bin)
+    }
+
+    /// Where it listens on loopback.
+    pub fn address(&self) -> SocketAddr {
+        let (_, host) = self.url.rsplit_once('@').expect("the URL names a user");
+        let (address, _) = host.split_once('/').expect("the URL names a database");
+        address.parse().expect("the server listens on an address of loopback")
+    }
+
+    /// What it says.
+    pub fn log(&self) -> PathBuf {
+        self.folder.path().join("postgres/log")
     }
 
     /// Stops it: `fast` in order, `immediate` as a crash.

@@ -58,6 +58,9 @@ test: setup gates
 	# Only a machine that gives tests a disk of their own can have it required of it.
 	if unshare --map-root-user --mount sh -c 'mount -t tmpfs tmpfs /tmp' 2>/dev/null; then everything+=,mount
 	else no_disk='no disk of its own for the test with ENOSPC on this machine (unshare, tmpfs): a full disk was tried by a limit on writes alone'; echo "$$no_disk" >&2; fi
+	# And only one on which they may make hosts of their own.
+	if ip netns add overnight-probe 2>/dev/null && ip netns del overnight-probe; then everything+=,netns
+	else no_hosts='no hosts of their own for the test of a partition on this machine (root, ip netns)'; echo "$$no_hosts" >&2; fi
 	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-$$everything}"
 	[ "$$OVERNIGHT_TEST_REQUIRE" = "$$everything" ] || echo "tests may be skipped: only '$$OVERNIGHT_TEST_REQUIRE' is required of $$everything" >&2
 	export OVERNIGHT_TEST_PYTHON="$$PWD/$(VENV)/bin/python"
@@ -67,13 +70,21 @@ test: setup gates
 	tests/with_services.sh cargo nextest run --workspace --features $(FEATURES) --profile ci
 	[ "$$OVERNIGHT_TEST_REQUIRE" = "$$everything" ] || echo "passed with tests skipped: only '$$OVERNIGHT_TEST_REQUIRE' was required of $$everything" >&2
 	[ -z "$${no_disk-}" ] || echo "passed, but: $$no_disk" >&2
+	[ -z "$${no_hosts-}" ] || echo "passed, but: $$no_hosts" >&2
 
 bench:
 	@tests/bench.sh
 
 chaos:
-	@cargo build --quiet --workspace --all-targets --features $(FEATURES)
-	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" tests/with_services.sh cargo nextest run --features $(FEATURES) --workspace --profile chaos -E 'binary(system) & test(kill)'
+	@tests/setup.sh chaos
+	cargo build --quiet --workspace --all-targets --features $(FEATURES)
+	everything=garage,postgres,s3
+	if ip netns add overnight-probe 2>/dev/null && ip netns del overnight-probe; then everything+=,netns; fi
+	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-$$everything}"
+	# Uncaptured, so that each round says its seed when it is over. ROUNDS=n for another number,
+	# OVERNIGHT_TEST_SEED=n for one round again.
+	OVERNIGHT_TEST_ROUNDS="$${ROUNDS-200}" cargo nextest run --features $(FEATURES) --workspace --profile chaos --no-capture -E 'binary(system) & test(/^chaos::/)'
+	OVERNIGHT_TEST_ROUNDS="$${KILL_ROUNDS-50}" tests/with_services.sh cargo nextest run --features $(FEATURES) --workspace --profile chaos -E 'binary(system) & test(kill) | package(overnight-blobs)'
 
 gpu:
 	@tests/gpu_binaries.sh target/gpu

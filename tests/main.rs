@@ -4,6 +4,7 @@
 
 mod boundaries;
 mod breakdown;
+mod chaos;
 mod clients;
 mod crash_points;
 mod device;

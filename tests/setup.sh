@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what `make test` needs, into target/ where possible:
-#   apt:   strace, postgresql (its binaries; each when missing)
+#   apt:   strace, postgresql (its binaries), iproute2 (each when missing)
 #   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc (into target/venv)
 #          moto (into target/moto)
 #   cargo: s3s-fs (into target/tools); with the argument `chaos` garage too
@@ -18,6 +18,13 @@ if ! command -v strace >/dev/null; then
   "${as_root[@]}" apt-get install -y -qq strace >/dev/null 2>&1 ||
     { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" apt-get install -y -qq strace; } >/dev/null 2>&1 ||
     say "strace could not be installed (Debian, as root: apt-get install -y strace); make test requires it, so it will fail"
+fi
+if ! command -v ip >/dev/null; then
+  as_root=(); [ "$(id -u)" = 0 ] || as_root=(sudo -n)
+  say "installing iproute2 with apt (hosts in network namespaces, for the test of a partition)"
+  "${as_root[@]}" apt-get install -y -qq iproute2 >/dev/null 2>&1 ||
+    { "${as_root[@]}" apt-get update -qq && "${as_root[@]}" apt-get install -y -qq iproute2; } >/dev/null 2>&1 ||
+    say "iproute2 could not be installed (Debian, as root: apt-get install -y iproute2); the test of a partition will say so"
 fi
 if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then
   as_root=(); [ "$(id -u)" = 0 ] || as_root=(sudo -n)

@@ -100,8 +100,9 @@ fn two_flags_that_contradict_each_other_are_both_named() {
 
 #[test]
 fn database_that_is_not_built_is_refused_by_name() {
-    let text = refusal("[database]\nurl = \"postgres://x\"\n");
-    assert!(text.contains("sqlite:///"), "{text}");
+    let text = refusal("[database]\nurl = \"mysql://me:hush@x/y\"\n");
+    assert!(text.contains("sqlite:///") && text.contains("postgres://"), "{text}");
+    assert!(!text.contains("hush"), "a password that was meant for a server is not shown: {text}");
 }
 
 #[test]

@@ -150,6 +150,7 @@ fn json_is_pure_for_every_command() {
         (&["db", "backup", "copy.db"], 2),
         (&["bench", "throughput"], 2),
         (&["bench", "kernels", "--family", "nothing"], 2),
+        (&["bench", "fleet", "--workers", "1"], 2),
         (&["bench", "serve"], 2),
         (&["doctor", "--model", "nothing"], 1),
         (&["doctor", "--live", "http://127.0.0.1:9"], 1),

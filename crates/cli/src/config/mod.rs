@@ -54,7 +54,22 @@ pub(crate) struct Loaded {
 impl Loaded {
     /// Reads all layers. `flags` are the command's own flags as settings.
     pub(crate) fn read(globals: &Globals, flags: Vec<Setting>) -> Result<Self> {
-        Self::from_settings(layers::collect(globals, flags)?)
+        let mut loaded = Self::from_settings(layers::collect(globals, flags)?)?;
+        loaded.read_database_url()?;
+        Ok(loaded)
+    }
+
+    /// Puts the URL that `database.url_file` holds in its place.
+    fn read_database_url(&mut self) -> Result {
+        let key = "database.url_file";
+        let Some(path) = &self.config.database.url_file else { return Ok(()) };
+        let text = std::fs::read_to_string(path).map_err(|err| self.out_of_range(key, &err.to_string()))?;
+        let url = DatabaseUrl::of(&text);
+        if let Some(problem) = url.problem() {
+            return Err(self.out_of_range(key, &format!("its text {problem}")));
+        }
+        self.config.database.url = Some(url);
+        Ok(())
     }
 
     /// Builds and checks; later settings win.

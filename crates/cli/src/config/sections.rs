@@ -20,6 +20,9 @@ pub(crate) struct DatabaseSection {
     /// `sqlite:///abs/path.db` or `postgres://user:password@host:port/database`; `None`:
     /// `overnight.db` in the data folder.
     pub(crate) url: Option<DatabaseUrl>,
+    /// A file that holds the URL in place of `url`, so that no list of settings or variables has
+    /// its password.
+    pub(crate) url_file: Option<PathBuf>,
 }
 
 /// A database's URL; shown without a password.
@@ -28,6 +31,20 @@ pub(crate) struct DatabaseSection {
 pub(crate) struct DatabaseUrl(String);
 
 impl DatabaseUrl {
+    /// Of a file's text.
+    pub(crate) fn of(text: &str) -> Self {
+        Self(text.trim().to_owned())
+    }
+
+    /// Why no database can be opened by it.
+    pub(crate) fn problem(&self) -> Option<String> {
+        if self.is_postgres() {
+            return Url::parse(&self.0).err().map(|err| overnight_types::chain(&err));
+        }
+        let forms = "must be sqlite:///ABSOLUTE/PATH.db or postgres://USER:PASSWORD@HOST:PORT/DATABASE";
+        sqlite_path(&self.0).is_none_or(str::is_empty).then(|| forms.to_owned())
+    }
+
     /// As it was given.
     pub(crate) fn expose(&self) -> &str {
         &self.0
@@ -297,15 +314,10 @@ pub(crate) fn holds_password(key: &str, value: &serde_json::Value) -> bool {
 /// What is wrong with these sections or between sections: key and words.
 pub(crate) fn problems(config: &Config) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
-    if let Some(url) = &config.database.url {
-        if url.is_postgres() {
-            if let Err(err) = Url::parse(url.expose()) {
-                found.push(("database.url", overnight_types::chain(&err)));
-            }
-        } else if sqlite_path(url.expose()).is_none_or(str::is_empty) {
-            let forms = "must be sqlite:///ABSOLUTE/PATH.db or postgres://USER:PASSWORD@HOST:PORT/DATABASE";
-            found.push(("database.url", forms.to_owned()));
-        }
+    let database = &config.database;
+    found.extend(database.url.as_ref().and_then(DatabaseUrl::problem).map(|problem| ("database.url", problem)));
+    if database.url.is_some() && database.url_file.is_some() {
+        found.push(("database.url_file", "names a URL beside database.url; give one of them".to_owned()));
     }
     if let Some(err) = config.objects.url.as_deref().and_then(overnight_blobs::Blobs::check_url) {
         found.push(("objects.url", err.to_string()));

@@ -153,3 +153,34 @@ fn database_path_is_read_from_its_url() {
         assert_eq!(sqlite_path(url), path, "{url}");
     }
 }
+
+/// The URL of a file is used as if it were given, a wrong one is named without its password,
+/// and two URLs are refused.
+#[test]
+fn database_url_may_come_from_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("url");
+    let read = |text: &str, more: &str| {
+        std::fs::write(&path, text).unwrap();
+        let settings = file(&format!("[database]\nurl_file = \"{}\"\n{more}", path.display()));
+        let mut loaded = Loaded::from_settings(settings)?;
+        loaded.read_database_url()?;
+        Ok::<_, Failure>(loaded.config.database.url.unwrap())
+    };
+    let url = read("postgres://me:hush@db/jobs\n", "").unwrap();
+    assert_eq!(url.expose(), "postgres://me:hush@db/jobs");
+    assert!(!format!("{url:?}").contains("hush"));
+    for (text, more, told) in [
+        ("postgres://me:hush@db:port/jobs", "", "database.url_file"),
+        ("mysql://me:hush@db/jobs", "", "sqlite:///ABSOLUTE/PATH.db"),
+        ("", "", "sqlite:///ABSOLUTE/PATH.db"),
+        ("postgres://me:hush@db/jobs", "url = \"sqlite:///x.db\"\n", "give one of them"),
+    ] {
+        let refused = read(text, more).expect_err("refused").to_text(false);
+        assert!(refused.contains(told) && !refused.contains("hush"), "{refused}");
+    }
+    std::fs::remove_file(&path).unwrap();
+    let mut gone = Loaded::from_settings(file(&format!("[database]\nurl_file = \"{}\"\n", path.display()))).unwrap();
+    let refused = gone.read_database_url().expect_err("refused").to_text(false);
+    assert!(refused.contains("No such file"), "{refused}");
+}

@@ -65,6 +65,7 @@ const SERVICE: &[(&str, &str)] = &[
     ("batch_shards", "gauge"),
     ("batch_upload_bytes_total", "counter"),
     ("batch_workers_live", "gauge"),
+    ("batch_workers_ready", "gauge"),
     ("build_info", "gauge"),
     ("http_request_duration_seconds", "histogram"),
     ("http_requests_total", "counter"),

@@ -16,6 +16,8 @@ pub struct ApiConfig {
     pub host: String,
     /// TCP port; 0 takes a free one.
     pub port: u16,
+    /// TCP port of `batch worker` for probes and metrics; 0 takes a free one, `None`: no door.
+    pub worker_port: Option<u16>,
     /// Keys that may do everything. Prefer `api_keys_file`.
     pub api_keys: Vec<Secret>,
     /// Keys that may only read; a writing route answers 403.
@@ -77,6 +79,7 @@ impl Default for ApiConfig {
         Self {
             host: "127.0.0.1".to_owned(),
             port: 8000,
+            worker_port: None,
             api_keys: Vec::new(),
             read_only_api_keys: Vec::new(),
             api_keys_file: None,

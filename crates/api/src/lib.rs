@@ -4,7 +4,7 @@
 //! translated here and appear nowhere deeper. Invariant: every answer carries
 //! `X-Request-Id`, and every refusal under `/v1` has the four-key error body.
 //! Does not know the engine's inside, kernels, or which database is behind the store.
-//! Start with [`router()`].
+//! Start with [`router()`]; [`probes_router`] is the door of a process without an API.
 
 mod auth;
 mod batches;
@@ -26,6 +26,6 @@ pub use batches::window::check_window;
 pub use config::{ApiConfig, Secret};
 pub use error::Error;
 pub use metrics::{Measure, MetricsPage};
-pub use router::router;
+pub use router::{probes_router, router};
 pub use serve::serve;
 pub use state::{ApiState, FreeDisk};

@@ -121,14 +121,34 @@ pub fn router(parts: ApiState) -> Result<Router, Error> {
         .router
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(Arc::clone(&state))
-        .merge(extra)
-        .fallback(not_found);
-    Ok(inner
+        .merge(extra);
+    Ok(guarded(inner, state))
+}
+
+/// The door of a process that serves no API: for probes, and for what this process itself
+/// counts. Fails as [`router`] does.
+pub fn probes_router(parts: ApiState) -> Result<Router, Error> {
+    let state: Shared = Arc::new(Inner::new(parts)?);
+    let inner = Routes::new(state.parts.config.request_timeout)
+        .get("/health", health::health)
+        .get("/ping", health::health)
+        .get("/version", health::version)
+        .get(metrics::PATH, metrics::show_process)
+        .router
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(Arc::clone(&state));
+    Ok(guarded(inner, state))
+}
+
+/// What stands around every route.
+fn guarded(inner: Router, state: Shared) -> Router {
+    inner
+        .fallback(not_found)
         .layer(from_fn_with_state(Arc::clone(&state), refuse_while_draining))
         .layer(from_fn_with_state(Arc::clone(&state), auth::guard))
         .layer(CatchPanicLayer::custom(panicked))
         .layer(from_fn_with_state(state, metrics::http::measure))
-        .layer(from_fn(request_id::wrap)))
+        .layer(from_fn(request_id::wrap))
 }
 
 async fn refuse_while_draining(State(state): State<Shared>, request: Request, next: Next) -> Result<Response> {

@@ -148,6 +148,11 @@ impl Inner {
     }
 }
 
+/// Workers that can run items now: a row names the models of an engine that can answer.
+pub(crate) fn num_ready(workers: &[LiveWorker]) -> usize {
+    workers.iter().filter(|live| !live.worker.models.is_empty()).count()
+}
+
 /// Lets a bounded number in at once and turns the others away.
 #[derive(Debug)]
 pub(crate) struct Gate {

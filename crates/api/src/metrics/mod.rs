@@ -48,15 +48,31 @@ impl Metrics {
     }
 }
 
-/// The page.
+/// The page of a server.
 pub(crate) async fn show(State(state): State<Shared>) -> Result<Response> {
+    let mut page = begin(&state);
+    state.metrics.service.show(&state, &mut page).await;
+    page.collect(&state.metrics.upload_bytes);
+    end(&state, page)
+}
+
+/// The page of a process without an API: what it counts itself. What the database says is
+/// told by servers, so that sums over processes count nothing twice.
+pub(crate) async fn show_process(State(state): State<Shared>) -> Result<Response> {
+    let page = begin(&state);
+    end(&state, page)
+}
+
+fn begin(state: &Shared) -> MetricsPage {
     let mut page = MetricsPage::default();
     page.gauge("build_info", "Always 1; the version of the binary", &[("version", &state.parts.version)], 1.0);
     if let Some(measure) = &state.parts.measure {
         measure(&mut page);
     }
-    state.metrics.service.show(&state, &mut page).await;
-    page.collect(&state.metrics.upload_bytes);
+    page
+}
+
+fn end(state: &Shared, mut page: MetricsPage) -> Result<Response> {
     state.metrics.http.show(&mut page);
     let text = page.text().map_err(|error| ApiError::internal(format!("the page of metrics: {error}")))?;
     Ok(([(header::CONTENT_TYPE, HeaderValue::from_static(prometheus::TEXT_FORMAT))], text).into_response())

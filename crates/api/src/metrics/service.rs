@@ -8,7 +8,7 @@ use overnight_types::{JobState, chain};
 use tokio::sync::Mutex;
 
 use super::MetricsPage;
-use crate::state::Inner;
+use crate::state::{Inner, num_ready};
 
 /// What was read is good for this long: sums over many shards are not free.
 const KEPT: Duration = Duration::from_secs(5);
@@ -36,6 +36,7 @@ struct Counts {
     shards: [u64; 3],
     oldest_seconds: f64,
     live_workers: u64,
+    ready_workers: u64,
     database_bytes: u64,
 }
 
@@ -78,8 +79,10 @@ impl Service {
 async fn read(state: &Inner) -> Result<Counts, Error> {
     let store = &state.parts.store;
     let now = store.now().await?;
+    let workers = store.list_live_workers().await?;
     let mut counts = Counts {
-        live_workers: store.list_live_workers().await?.len() as u64,
+        live_workers: workers.len() as u64,
+        ready_workers: num_ready(&workers) as u64,
         database_bytes: store.size_bytes().await?,
         ..Counts::default()
     };
@@ -136,6 +139,8 @@ impl Counts {
         page.gauge("batch_queue_oldest_seconds", help, &[], self.oldest_seconds);
         let help = "Workers that reported within the last minute";
         page.gauge("batch_workers_live", help, &[], self.live_workers as f64);
+        let help = "Of these, those with an engine that can answer";
+        page.gauge("batch_workers_ready", help, &[], self.ready_workers as f64);
         page.gauge("batch_database_bytes", "Bytes of the database, its log included", &[], self.database_bytes as f64);
     }
 }

@@ -22,15 +22,13 @@ use crate::App;
 use crate::config::{Config, EngineKind, Loaded, Setting};
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
+use crate::service::door::{self, CONNECTIONS_GRACE};
 use crate::service::engine::{self, Started};
 use crate::service::flags::EngineFlags;
 use crate::service::late::{self, LateEngine};
 use crate::service::metrics::Sources;
 use crate::service::{Place, Stops, clean_up, stats};
 use crate::{host, logging};
-
-/// How long open connections may go on once everything else has stopped.
-const CONNECTIONS_GRACE: Duration = Duration::from_secs(3);
 
 /// Arguments of `batch serve`.
 #[derive(Debug, Args)]
@@ -72,36 +70,15 @@ pub(crate) async fn run(args: ServeArgs, app: &App) -> Result {
     let mut stops = Stops::listen()?;
     let loaded = Loaded::read(&app.globals, args.settings(app)?)?;
     let config = loaded.config;
-    refuse_open_door(&config, args.insecure)?;
+    door::refuse_open(&config, args.insecure)?;
     if !args.no_worker {
         engine::check(&config)?;
     }
     logging::start_service(&config, "serve")?;
     let place = Place::open(&config, DataDirUse::Shared).await?;
-    let listener = bind(&config).await?;
+    let listener = door::bind(&config, config.api.port).await?;
     let server = Server::start(&config, &place, listener, args.no_worker).await?;
     server.run(&config, &place, &mut stops).await
-}
-
-fn refuse_open_door(config: &Config, insecure: bool) -> Result {
-    if config.api.is_loopback() || config.api.has_keys() || insecure {
-        return Ok(());
-    }
-    Err(Failure::usage(format!("{} is reachable from other machines and no API key is set", config.api.host))
-        .code("no_api_key")
-        .hint("give --api-key-file PATH (one key a line), or --insecure when the network is closed"))
-}
-
-async fn bind(config: &Config) -> Result<TcpListener> {
-    let host = config.api.host.trim_start_matches('[').trim_end_matches(']');
-    TcpListener::bind((host, config.api.port)).await.map_err(|err| {
-        let failure = Failure::new(Exit::Failure, format!("could not listen on {host}:{}: {err}", config.api.port))
-            .code("not_listening");
-        match err.kind() {
-            std::io::ErrorKind::AddrInUse => failure.hint("another server runs there; choose one with --port"),
-            _ => failure,
-        }
-    })
 }
 
 /// A server whose socket answers.

@@ -290,6 +290,7 @@ pub(crate) const OPTIONAL_NUMBERS: &[&str] = &[
     "engine.num_gpu_blocks_override",
     "engine.num_threads",
     "worker.window_items_max",
+    "api.worker_port",
 ];
 
 /// Whether a key's value must not be shown.

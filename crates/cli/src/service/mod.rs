@@ -7,6 +7,7 @@
 #[cfg(feature = "failpoints")]
 pub(crate) mod crash;
 pub(crate) mod database;
+pub(crate) mod door;
 pub(crate) mod engine;
 pub(crate) mod flags;
 pub(crate) mod late;

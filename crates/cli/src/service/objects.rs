@@ -3,15 +3,17 @@
 //! Invariant: a start never takes an empty mount point, or a mistyped bucket, for an
 //! empty service. The objects' id is kept in the data folder; objects with another one,
 //! and a store without a mark of which the database names objects, are refused before
-//! anything is read from them.
+//! anything is read from them. Nor does it take another installation's objects for
+//! orphans: an empty database is refused where jobs have written.
 
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use overnight_blobs::{Blobs, ObjectName, Options, Unmarked};
-use overnight_store::{File, FileQuery, Store};
+use futures::TryStreamExt;
+use overnight_blobs::{Blobs, ObjectName, Options, Prefix, Unmarked};
+use overnight_store::{File, FileQuery, JobQuery, Store};
 
 use crate::config::Config;
 use crate::environment;
@@ -35,6 +37,9 @@ pub(super) async fn open(config: &Config, data_dir: &Path, store: &dyn Store) ->
     let blobs = Blobs::open(&url, &options(config, unmarked)).await.map_err(|err| failure(&url, &err))?;
     if !blobs.is_local() {
         require_one_of(&blobs, &url, &files).await?;
+    }
+    if files.is_empty() {
+        refuse_others(&blobs, &url, store).await?;
     }
     know_again(&blobs, &url, data_dir).await?;
     if !blobs.is_local() {
@@ -67,6 +72,27 @@ async fn require_one_of(blobs: &Blobs, url: &str, files: &[File]) -> Result {
             Err(Failure::new(Exit::Failure, what).code("objects_not_ours").hint(hint))
         }
     }
+}
+
+/// Refuses an empty database where jobs have written objects: the sweep of a process with
+/// the wrong `database.url`, or with a new file in the place of a lost one, would take
+/// everything there for orphans.
+async fn refuse_others(blobs: &Blobs, url: &str, store: &dyn Store) -> Result {
+    let failed = |err| Failure::from_error("look for jobs in the database", &err);
+    let jobs = store.list_jobs(JobQuery { limit: 1, ..JobQuery::default() }).await.map_err(failed)?;
+    if !jobs.rows.is_empty() {
+        return Ok(());
+    }
+    let first = blobs.list(Prefix::Jobs).try_next().await.map_err(|err| failure(url, &err))?;
+    let Some(job) = first.and_then(|object| object.name.job()) else { return Ok(()) };
+    // A deleted one's objects may outlive all that is shown.
+    if !store.known_jobs(&[job]).await.map_err(failed)?.is_empty() {
+        return Ok(());
+    }
+    let what = format!("{url} holds objects of {job}, and this database is empty");
+    let hint = "correct database.url or objects.url, or restore the lost database; to begin anew take another folder \
+                or prefix: the sweep would remove what is there";
+    Err(Failure::new(Exit::Failure, what).code("objects_of_another_database").hint(hint))
 }
 
 /// How the objects of this configuration are opened.

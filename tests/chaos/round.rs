@@ -122,7 +122,7 @@ impl Chaos {
         let environment = S3Server::environment_by("127.0.0.1", self.world.objects.port());
         let options = overnight_blobs::Options { environment, ..Default::default() };
         let blobs = Blobs::open(&format!("s3://{BUCKET}"), &options).await.map_err(|err| failed(&err))?;
-        let ages = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+        let ages = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO, jobs: None };
         for _ in 0..SWEEPS {
             sweep(&store, &blobs, &ages).await.map_err(|err| failed(&err))?;
         }

@@ -189,6 +189,10 @@ impl Jobs for PostgresStore {
         Ok(Guarded::Applied(()))
     }
 
+    async fn delete_jobs_ended_for(&self, kept: Duration, limit: u32) -> Result<u32, Error> {
+        self.hide_ended(kept, limit).await
+    }
+
     async fn purge_deleted_jobs(&self, limit: u32) -> Result<Purged, Error> {
         self.purge(limit).await
     }

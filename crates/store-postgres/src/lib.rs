@@ -30,6 +30,7 @@ mod outbox;
 mod progress;
 mod purge;
 mod reopen;
+mod retention;
 mod row;
 mod segments;
 mod settle;

@@ -25,6 +25,7 @@ mod options;
 mod outbox;
 mod purge;
 mod reopen;
+mod retention;
 mod row;
 mod segments;
 mod shards;

@@ -318,11 +318,22 @@ async fn record_published(write: &mut Write, job: &Job, published: &Published) -
             return Err(refused("end a job", format!("file {} is not the one that was drawn", file.id)));
         }
         files::insert(write, file).await?;
+        set_publisher(write, file.id, job.id).await?;
         if let Some(keep) = job.output_expires_after {
             let until = after(write.now, keep);
             set_file_expiry(write, file.id, until).await?;
         }
     }
+    Ok(())
+}
+
+/// Tells retention whose file it is, in whatever round the job will be then.
+async fn set_publisher(write: &mut Write, file: FileId, job: JobId) -> Result<(), Error> {
+    sqlx::query("update files set job_id = ?2 where file_id = ?1")
+        .bind(key(file.uuid()))
+        .bind(key(job.uuid()))
+        .change(write)
+        .await?;
     Ok(())
 }
 

@@ -308,6 +308,13 @@ pub trait Jobs {
     /// Hides a terminal job; its rows go in bounded pieces by [`Jobs::purge_deleted_jobs`].
     async fn delete_job_if_terminal(&self, id: JobId) -> Result<Guarded<JobState, ()>, Error>;
 
+    /// Hides up to `limit` jobs that ended at least `kept` ago, the longest ended first, with
+    /// the files that they published in any round, and with their input unless another
+    /// job that is not hidden names it. A file with an expiry of its own stays until then. A
+    /// job whose webhook event is being tried stays until that is delivered or given up.
+    /// Returns how many jobs were hidden.
+    async fn delete_jobs_ended_for(&self, kept: Duration, limit: u32) -> Result<u32, Error>;
+
     /// Deletes at most `limit` rows of deleted jobs, a job's own row last.
     async fn purge_deleted_jobs(&self, limit: u32) -> Result<Purged, Error>;
 

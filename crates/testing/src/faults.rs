@@ -191,6 +191,7 @@ with_faults! {
         fn release_lost_leases(id: JobId) -> u32;
         fn expire_due_jobs(limit: u32) -> Vec<JobId>;
         fn delete_job_if_terminal(id: JobId) -> Guarded<JobState, ()>;
+        fn delete_jobs_ended_for(kept: Duration, limit: u32) -> u32;
         fn purge_deleted_jobs(limit: u32) -> Purged;
         fn known_jobs(ids: &[JobId]) -> Vec<JobId>;
         fn find_progress_of(ids: &[JobId], ahead: JobsAhead) -> Vec<(JobId, Progress)>;

@@ -299,7 +299,7 @@ impl TestService {
         for shard in self.shards(id).await {
             assert_ne!(shard.state, ShardState::Leased, "a lease is held: {}", self.seen(id).await);
         }
-        let ages = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+        let ages = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO, jobs: None };
         sweep::sweep(&self.store, &self.blobs, &ages).await.expect("the sweep works");
         let mut listed = self.blobs.list(Prefix::Segments(id));
         let mut objects = 0;

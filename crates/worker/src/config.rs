@@ -76,6 +76,9 @@ pub struct WorkerConfig {
     /// How often orphans, expired files and deleted jobs are swept.
     #[serde(with = "humane::duration")]
     pub sweep_every: Duration,
+    /// How long a job stays after its end, with its files; `0s` keeps it.
+    #[serde(with = "humane::duration")]
+    pub jobs_kept_for: Duration,
 }
 
 impl Default for WorkerConfig {
@@ -106,6 +109,7 @@ impl Default for WorkerConfig {
             signals_every: seconds(1),
             lifecycle_steps_max: 4,
             sweep_every: seconds(3600),
+            jobs_kept_for: Duration::ZERO,
         }
     }
 }
@@ -159,7 +163,8 @@ impl WorkerConfig {
         within("cancel_drain", self.cancel_drain, ms(0), DAY)?;
         within("poll_every", self.poll_every, ms(1), Duration::from_secs(600))?;
         within("signals_every", self.signals_every, ms(1), Duration::from_secs(600))?;
-        within("sweep_every", self.sweep_every, ms(100), 7 * DAY)
+        within("sweep_every", self.sweep_every, ms(100), 7 * DAY)?;
+        within("jobs_kept_for", self.jobs_kept_for, Duration::ZERO, 3_650 * DAY)
     }
 }
 

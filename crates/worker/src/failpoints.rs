@@ -46,6 +46,7 @@ pub const WEBHOOK: &[&str] = &["webhook::after_send"];
 
 /// In the sweep.
 pub const SWEEP: &[&str] = &[
+    "sweep::after_hidden_jobs",
     "sweep::after_file_object",
     "sweep::after_job_rows",
     "sweep::after_unclaimed_object",

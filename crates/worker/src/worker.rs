@@ -168,7 +168,10 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         retries: crate::outcome::RetryBudgets::default(),
         troubles: crate::claim::Troubles::default(),
         metrics: Arc::default(),
-        sweep_ages: SweepAges::default(),
+        sweep_ages: SweepAges {
+            jobs: (!config.jobs_kept_for.is_zero()).then_some(config.jobs_kept_for),
+            ..SweepAges::default()
+        },
         step_failures: StepFailures::default(),
         stop_claiming: CancellationToken::new(),
         stop_steps: CancellationToken::new(),

@@ -24,6 +24,7 @@ pub mod outbox;
 pub mod races;
 pub mod reopen;
 pub mod reports;
+pub mod retention;
 pub mod search;
 pub mod steps;
 pub mod transitions;
@@ -178,6 +179,14 @@ macro_rules! store_conformance {
             reopen::wrong_leftovers_reopen_nothing,
             reopen::retry_budget_starts_anew,
             reopen::files_of_earlier_rounds_stay,
+            retention::ended_job_goes_with_its_files_after_its_time,
+            retention::longest_ended_jobs_go_first,
+            retention::job_that_has_not_ended_never_goes,
+            retention::reopened_job_is_kept_from_its_last_end,
+            retention::files_of_every_round_go_with_their_job,
+            retention::input_stays_while_another_job_names_it,
+            retention::file_with_an_expiry_of_its_own_stays_until_then,
+            retention::job_whose_event_is_being_tried_stays,
             races::moves_that_race_inside_the_window_end_a_job_once,
             races::moves_that_race_past_the_window_end_a_job_once,
             reports::leases_end_by_the_databases_clock_alone,
@@ -238,6 +247,7 @@ mod tests {
         ("commits", include_str!("commits.rs")),
         ("outbox", include_str!("outbox.rs")),
         ("reopen", include_str!("reopen.rs")),
+        ("retention", include_str!("retention.rs")),
         ("races", include_str!("races.rs")),
         ("reports", include_str!("reports.rs")),
     ];

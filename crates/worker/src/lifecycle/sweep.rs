@@ -1,5 +1,5 @@
-//! Removes what nothing needs any more: orphaned segments, unclaimed uploads,
-//! leftovers of killed writes, deleted files and jobs, old attempts.
+//! Removes what nothing needs any more: jobs whose time is over, orphaned segments,
+//! unclaimed uploads, leftovers of killed writes, deleted files and jobs, old attempts.
 //!
 //! Invariants: an object goes only when no row names it and no writer that could
 //! still name it is left (its epoch is fenced, or its shard or job has ended), and
@@ -32,17 +32,21 @@ pub struct SweepAges {
     pub orphans: Duration,
     /// Objects under `files/` without a row, and leftovers of killed writes.
     pub unclaimed: Duration,
+    /// Ended jobs, from their end on; `None` keeps them.
+    pub jobs: Option<Duration>,
 }
 
 impl Default for SweepAges {
     fn default() -> Self {
-        Self { orphans: Duration::from_secs(3600), unclaimed: Duration::from_secs(24 * 3600) }
+        Self { orphans: Duration::from_secs(3600), unclaimed: Duration::from_secs(24 * 3600), jobs: None }
     }
 }
 
 /// How many things a sweep removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Swept {
+    /// Ended jobs whose time was over, hidden with their files.
+    pub ended: u64,
     /// Segments and intake runs that no row names, and all objects of jobs without a row.
     pub orphans: u64,
     /// Objects under `files/` that nobody claimed.
@@ -59,7 +63,13 @@ pub struct Swept {
 
 /// Sweeps everything once.
 pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result<Swept, Error> {
+    let ended = match ages.jobs {
+        // First, so that what it hides goes in this sweep.
+        Some(kept) => hide_ended_jobs(store, kept).await?,
+        None => 0,
+    };
     let mut swept = Swept {
+        ended,
         files: sweep_files(store, blobs).await?,
         jobs: sweep_deleted_jobs(store, blobs).await?,
         attempts: prune_attempts(store).await?,
@@ -75,6 +85,19 @@ pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result
 /// Sweeps one job's orphans; run after its end.
 pub async fn sweep_job(store: &dyn Store, blobs: &Blobs, job: JobId, ages: &SweepAges) -> Result<u64, Error> {
     sweep_orphans(store, blobs, Prefix::Job(job), ages.orphans).await
+}
+
+async fn hide_ended_jobs(store: &dyn Store, kept: Duration) -> Result<u64, Error> {
+    let mut hidden = 0;
+    for _ in 0..PIECES_MAX {
+        let jobs = store.delete_jobs_ended_for(kept, PIECE).await.map_err(Error::store("hide ended jobs"))?;
+        fail::fail_point!("sweep::after_hidden_jobs");
+        hidden += u64::from(jobs);
+        if jobs < PIECE {
+            break;
+        }
+    }
+    Ok(hidden)
 }
 
 async fn sweep_files(store: &dyn Store, blobs: &Blobs) -> Result<u64, Error> {

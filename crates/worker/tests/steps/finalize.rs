@@ -214,7 +214,7 @@ async fn objects_of_a_retry_that_died_are_swept() {
     assert_eq!(plan.leftover_segments.len(), 3);
     let swept = sweep_job(&service.store, &service.blobs, id, &SweepAges::default()).await.unwrap();
     assert_eq!(swept, 0, "too young: the re-opening may be about to name them");
-    let now = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+    let now = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO, jobs: None };
     assert_eq!(sweep_job(&service.store, &service.blobs, id, &now).await.unwrap(), 3);
     ended(&service, id, JobState::Expired).await;
 }

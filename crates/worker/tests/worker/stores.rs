@@ -16,7 +16,7 @@ use overnight_worker::lifecycle::shard_lines::ShardLines;
 use overnight_worker::lifecycle::sweep::{SweepAges, sweep};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO, jobs: None };
 
 async fn service_over(blobs: &Blobs) -> TestService {
     let mut service = TestService::new().await;

@@ -26,7 +26,10 @@ async fn deleted_job_and_input(service: &TestService) -> (JobId, FileId) {
     (job, input)
 }
 
-const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO };
+const NOW: SweepAges = SweepAges { orphans: Duration::ZERO, unclaimed: Duration::ZERO, jobs: None };
+
+/// The same with a time for ended jobs that none has reached.
+const NOW_AND_ENDED: SweepAges = SweepAges { jobs: Some(Duration::from_secs(86_400)), ..NOW };
 
 /// Writes a segment object that no row names.
 async fn orphan(service: &TestService, job: JobId, shard: u32, epoch: u64) -> ObjectName {
@@ -129,6 +132,39 @@ async fn deleted_job_leaves_neither_object_nor_folder() {
     assert!(!folder.exists());
 }
 
+#[tokio::test]
+async fn ended_job_whose_time_is_over_goes_with_every_object_and_a_running_one_stays() {
+    let service = TestService::new().await;
+    let job = service.submit(&numbered_lines(4)).await;
+    let worker = service.start(&ScriptedGenerate::echo()).await;
+    let ended = service.until_state(job, JobState::Completed).await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    let running = service.submit_cut(&numbered_lines(4), 4).await;
+    let sweep_kept_for = |kept| {
+        let ages = SweepAges { jobs: kept, ..NOW };
+        let (store, blobs) = (service.store.clone(), service.blobs.clone());
+        async move { sweep(&store, &blobs, &ages).await.unwrap() }
+    };
+    for kept in [None, Some(Duration::from_secs(86_400))] {
+        let swept = sweep_kept_for(kept).await;
+        assert_eq!((swept.ended, swept.jobs, swept.files), (0, 0, 0), "kept for {kept:?}");
+    }
+    let files = [ended.input_file_id, ended.output_file_id.unwrap()];
+    let folder = service.objects_dir().join("jobs").join(job.to_string());
+    assert!(folder.join("segments").is_dir());
+    let swept = sweep_kept_for(Some(Duration::ZERO)).await;
+    assert_eq!((swept.ended, swept.jobs, swept.files), (1, 1, 2));
+    assert!(!folder.exists());
+    for file in files {
+        assert!(!exists(&service, &ObjectName::file(file)).await);
+    }
+    assert_eq!(service.store.known_files(&files).await.unwrap(), []);
+    assert_eq!(service.store.known_jobs(&[job, running]).await.unwrap(), [running]);
+    assert!(exists(&service, &ObjectName::file(service.job(running).await.input_file_id)).await);
+    let swept = sweep_kept_for(Some(Duration::ZERO)).await;
+    assert_eq!(swept, Swept::default(), "nothing is left for another sweep");
+}
+
 // Its rows are gone, so nothing but the listing tells of its objects.
 #[tokio::test]
 async fn purge_that_dies_before_the_objects_is_made_good_by_the_next_sweep() {
@@ -167,7 +203,7 @@ async fn sweep_killed_at_each_crash_point_is_made_good_by_the_next_one() {
 
         fail::cfg(point, "1*panic->off").unwrap();
         let (store, blobs) = (service.store.clone(), service.blobs.clone());
-        let died = tokio::spawn(async move { sweep(&store, &blobs, &NOW).await }).await;
+        let died = tokio::spawn(async move { sweep(&store, &blobs, &NOW_AND_ENDED).await }).await;
         fail::remove(point);
         assert!(died.is_err_and(|err| err.is_panic()), "{point} was never passed");
 

@@ -54,7 +54,7 @@ test: setup gates
 	unset OVERNIGHT_MODEL_DIR
 	echo '== tests'
 	# Relaxed only on purpose, and then said: a test that passes over itself proves nothing.
-	everything=azurite,clients,model,nvrtc,postgres,s3,strace,tokenizers
+	everything=azurite,clients,lint,model,nvrtc,postgres,s3,strace,tokenizers
 	# Only a machine that gives tests a disk of their own can have it required of it.
 	if unshare --map-root-user --mount sh -c 'mount -t tmpfs tmpfs /tmp' 2>/dev/null; then everything+=,mount
 	else no_disk='no disk of its own for the test with ENOSPC on this machine (unshare, tmpfs): a full disk was tried by a limit on writes alone'; echo "$$no_disk" >&2; fi

@@ -7,6 +7,7 @@ mod breakdown;
 mod chaos;
 mod clients;
 mod crash_points;
+mod deploy;
 mod device;
 mod full_disk;
 mod harness;

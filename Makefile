@@ -68,6 +68,12 @@ test: setup gates
 	export OVERNIGHT_TEST_GGUF="$$PWD/target/models/gemma-3-270m.gguf"
 	export OVERNIGHT_TEST_TOKENIZERS="$$PWD/target/tokenizers"
 	tests/with_services.sh cargo nextest run --workspace --features $(FEATURES) --profile ci
+	# Again where database and objects are others: what depends on them, with fewer random rounds.
+	depends='binary(system) & test(/^(breakdown|clients|crash_points|full_disk|kill|late_commit|roles|run|states|stops|sync_order)::/) - test(real_model)'
+	for backend in postgres postgres-s3; do
+	  echo "== system tests on $$backend"
+	  OVERNIGHT_TEST_BACKEND=$$backend SERVICES='postgres s3s_fs' tests/with_services.sh cargo nextest run --workspace --features $(FEATURES) --profile ci -E "$$depends"
+	done
 	[ "$$OVERNIGHT_TEST_REQUIRE" = "$$everything" ] || echo "passed with tests skipped: only '$$OVERNIGHT_TEST_REQUIRE' was required of $$everything" >&2
 	[ -z "$${no_disk-}" ] || echo "passed, but: $$no_disk" >&2
 	[ -z "$${no_hosts-}" ] || echo "passed, but: $$no_hosts" >&2

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use crate::backend::{self, Backend};
 use crate::harness::{Service, batch_binary, is_terminal};
 use crate::kill::{FAST, essence, input, published, tiny_model, undisturbed};
 
@@ -90,6 +91,9 @@ fn lines(path: &Path) -> Vec<Value> {
 
 #[test]
 fn run_whose_engine_is_given_up_ends_by_name_and_the_same_command_goes_on() {
+    if backend::is_without("`batch run`, which takes no shared database", |backend| backend == Backend::Sqlite) {
+        return;
+    }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let folder = folder.path();
     tiny_model(folder);

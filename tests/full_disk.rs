@@ -15,6 +15,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde_json::Value;
 
+use crate::backend::{self, Backend};
 use crate::harness::{Service, batch_binary, is_terminal, missing};
 use crate::kill::{FAST, input, published, tiny_model, undisturbed};
 
@@ -87,6 +88,9 @@ async fn a_full_disk_delays_and_loses_nothing(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn full_disk_delays_a_job_and_loses_nothing() {
+    if backend::is_without("a disk that holds objects", |backend| backend != Backend::PostgresS3) {
+        return;
+    }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let disk = folder.path().join("disk");
     std::fs::create_dir(&disk).expect("a folder can be made");
@@ -117,6 +121,9 @@ async fn full_disk_delays_a_job_and_loses_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refused_writes_delay_a_job_and_lose_nothing() {
+    if backend::is_without("a database that the server's own process writes", |backend| backend == Backend::Sqlite) {
+        return;
+    }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let model = tiny_model(folder.path());
     let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];

@@ -8,8 +8,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use overnight_store_sqlite::{Options, SqliteStore};
 use serde_json::{Value, json};
+
+use crate::backend;
 
 /// The binary under test: `OVERNIGHT_TEST_BATCH`, or the one beside this test's folder.
 pub(crate) fn batch_binary() -> PathBuf {
@@ -89,6 +90,7 @@ impl Service {
         let child = program
             .args(["--data-dir", data_dir.to_str().expect("test paths are UTF-8")])
             .args(args)
+            .envs(backend::environment(data_dir))
             .envs(env.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -122,7 +124,7 @@ impl Service {
         let end = Instant::now() + limit;
         loop {
             if self.is_stopped() {
-                if self.is_database_free().await {
+                if backend::is_database_free(&self.data_dir).await {
                     return;
                 }
                 self.signal("CONT");
@@ -138,18 +140,6 @@ impl Service {
         let until = self.stops_until.as_ref().expect("only a worker that stops goes on");
         std::fs::write(until, b"").expect("the file can be made");
         self.signal("CONT");
-    }
-
-    async fn is_database_free(&self) -> bool {
-        // Opening looks at the schema under the lock for writing.
-        let options = Options { busy_timeout: Duration::from_millis(200), ..Options::default() };
-        match SqliteStore::open(self.data_dir.join("overnight.db"), options).await {
-            Ok(store) => {
-                store.close().await;
-                true
-            }
-            Err(_) => false,
-        }
     }
 
     /// Whether the process is stopped now.
@@ -176,7 +166,8 @@ impl Service {
     /// The same below another program, as [`Service::start_below`].
     pub(crate) fn unsound_below(&self, mut program: Command) -> Option<String> {
         let data_dir = self.data_dir.to_str().expect("test paths are UTF-8");
-        let output = program.args(["--data-dir", data_dir, "db", "check"]).output().expect("batch starts");
+        program.args(["--data-dir", data_dir, "db", "check"]).envs(backend::environment(&self.data_dir));
+        let output = program.output().expect("batch starts");
         (!output.status.success()).then(|| String::from_utf8_lossy(&output.stderr).into_owned())
     }
 

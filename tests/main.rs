@@ -2,6 +2,7 @@
 //!
 //! `boundaries` keeps the arrows between crates; the rest start the real `batch`.
 
+mod backend;
 mod boundaries;
 mod breakdown;
 mod chaos;
@@ -17,6 +18,7 @@ mod memory;
 mod metrics;
 mod peer;
 mod remote_store;
+mod roles;
 mod run;
 mod states;
 mod stops;

@@ -6,13 +6,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use overnight_store::{JobQuery, Jobs};
-use overnight_store_sqlite::{Options, SqliteStore};
+use overnight_store::JobQuery;
 use serde_json::{Value, json};
 
+use crate::backend::{self, Backend, Opened};
 use crate::harness::batch_binary;
 use crate::kill::{FAST, essence, input, tiny_model};
 use crate::peer::Peer;
+
+/// A run has its database to itself.
+fn is_elsewhere() -> bool {
+    backend::is_without("`batch run`, which takes no shared database", |backend| backend == Backend::Sqlite)
+}
 
 fn command(folder: &Path, data_dir: &str, out: &str) -> Command {
     let mut command = Command::new(batch_binary());
@@ -35,6 +40,9 @@ fn lines(path: &Path) -> Vec<Value> {
 
 #[test]
 fn killed_run_goes_on_and_ends_with_the_file_of_an_undisturbed_one() {
+    if is_elsewhere() {
+        return;
+    }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let folder = folder.path();
     tiny_model(folder);
@@ -66,6 +74,9 @@ fn killed_run_goes_on_and_ends_with_the_file_of_an_undisturbed_one() {
 /// A run is known by its input's content: what was answered before the change is no answer now.
 #[test]
 fn run_of_changed_input_is_a_job_of_its_own() {
+    if is_elsewhere() {
+        return;
+    }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let folder = folder.path();
     tiny_model(folder);
@@ -86,15 +97,15 @@ fn run_of_changed_input_is_a_job_of_its_own() {
 
 /// Outcomes that a run has recorded so far, failed ones too; 0 while there is no database.
 async fn num_recorded(data_dir: &Path) -> u64 {
-    let options = Options { migrate: false, ..Options::default() };
-    let Ok(store) = SqliteStore::open(data_dir.join("overnight.db"), options).await else { return 0 };
+    let Some(beside) = Opened::if_there(data_dir).await else { return 0 };
+    let store = &beside.store;
     let jobs = store.list_jobs(JobQuery { limit: 10, ..JobQuery::default() }).await.expect("it can be read").rows;
     let mut num = 0;
     for job in jobs {
         let counts = store.find_progress(job.id).await.expect("it can be read").counts;
         num += counts.total - counts.unfinished();
     }
-    store.close().await;
+    beside.close().await;
     num
 }
 
@@ -102,6 +113,9 @@ async fn num_recorded(data_dir: &Path) -> u64 {
 /// of the engine; all runs together cost one pass and what was under way at the kills.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killed_run_asks_only_for_what_has_no_outcome() {
+    if is_elsewhere() {
+        return;
+    }
     const ITEMS: usize = 400;
     let folder = tempfile::tempdir().expect("a temporary folder");
     let folder = folder.path();

@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use overnight_store::{InsertJob, Jobs, NewJob};
-use overnight_store_sqlite::{Options, SqliteStore};
+use overnight_store::{InsertJob, NewJob};
 use overnight_types::{Endpoint, JobId};
 use serde_json::{Value, json};
 
+use crate::backend::Opened;
 use crate::harness::{Service, is_terminal};
 use crate::kill::{FAST, essence, input, published, tiny_model};
 
@@ -57,7 +57,7 @@ async fn expired_batch_passes_finalizing_and_gives_each_item_its_line() {
     service.wait_ready(PATIENCE).await;
     // One after another and 400 tokens each: hours of work for this machine or any other.
     let file = service.upload("input.jsonl", input(3_000, 400)).await;
-    let store = SqliteStore::open(&data_dir.join("overnight.db"), Options::default()).await.expect("it opens");
+    let beside = Opened::beside(&data_dir).await;
     let job = NewJob {
         id: JobId::new(),
         endpoint: Endpoint::Completions,
@@ -69,10 +69,10 @@ async fn expired_batch_passes_finalizing_and_gives_each_item_its_line() {
         priority: 0,
         output_expires_after: None,
     };
-    let InsertJob::Created(job) = store.insert_job(job, None).await.expect("it is recorded") else {
+    let InsertJob::Created(job) = beside.store.insert_job(job, None).await.expect("it is recorded") else {
         panic!("the job is new")
     };
-    store.close().await;
+    beside.close().await;
     let id = job.id.to_string();
     let running = |batch: &Value| batch["status"] == "in_progress" || is_terminal(batch);
     let batch = service.wait_batch(&id, PATIENCE, running).await;

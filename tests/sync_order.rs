@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 
 use sha2::{Digest, Sha256};
 
+use crate::backend::{self, Backend};
 use crate::harness::{batch_binary, missing};
 use crate::kill::{FAST, input, tiny_model};
 
@@ -122,6 +123,9 @@ pub(crate) fn files_below(folder: &Path, into: &mut Vec<PathBuf>) {
 
 #[test]
 fn object_and_folder_are_synced_before_the_commit_that_names_them() {
+    if backend::is_without("syncs of SQLite and of a folder", |backend| backend == Backend::Sqlite) {
+        return;
+    }
     let works = Command::new("strace").args(["-f", "--seccomp-bpf", "-o", "/dev/null", "true"]).output();
     if !works.is_ok_and(|output| output.status.success()) {
         return missing("strace", "strace 5.3 or later and the right to trace a child (apt install strace)");

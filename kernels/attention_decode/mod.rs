@@ -66,10 +66,18 @@ pub fn choose(arch: Arch, head_dim: u32) -> Result<Variant, Error> {
     }
 }
 
+/// Chunks that the plan cuts a row of `context_len` tokens into; with a window they are no more.
+pub fn num_chunks(context_len: u32, chunk: u32) -> u32 {
+    let (num_whole, tail) = (context_len / chunk, context_len % chunk);
+    // A tail of less than half a chunk stays with the chunk before it, where there is one.
+    let has_own_chunk = tail > 0 && (num_whole == 0 || tail >= chunk / 2);
+    num_whole + u32::from(has_own_chunk)
+}
+
 /// Chunks of `num_rows` rows whose contexts have at most `context_len_max` tokens each, at most.
-pub fn chunks_max(num_rows: u32, context_len_max: u32, chunk: u32) -> usize {
+pub fn chunks_max(num_rows: u32, context_len_max: u32, chunk: u32) -> u32 {
     // A window may begin inside a chunk: one more than its length has.
-    num_rows as usize * (context_len_max.div_ceil(chunk) as usize + 1)
+    num_rows.saturating_mul(context_len_max.div_ceil(chunk) + 1)
 }
 
 /// Scratch of the plan and of the kernel. One for all layers: a layer is done before the next.
@@ -77,7 +85,8 @@ pub fn chunks_max(num_rows: u32, context_len_max: u32, chunk: u32) -> usize {
 pub struct Workspace {
     /// The work list, 8 words a chunk.
     pub work: DeviceSlice<u32>,
-    /// How many chunks are listed, one word.
+    /// How many chunks are listed, one word; `u32::MAX` when there was no room for all, which a
+    /// run ends on with a device error.
     pub work_count: DeviceSlice<u32>,
     /// Partial answers, `[chunks, num_heads, head_dim]`.
     pub partial_out: DeviceSlice<f32>,
@@ -102,7 +111,8 @@ pub struct WorkspaceLens {
 }
 
 /// Lengths for up to `num_rows` rows and `num_chunks` chunks, see [`chunks_max`].
-pub fn workspace_lens(heads: Heads, num_rows: u32, num_chunks: usize) -> WorkspaceLens {
+pub fn workspace_lens(heads: Heads, num_rows: u32, num_chunks: u32) -> WorkspaceLens {
+    let num_chunks = num_chunks as usize;
     WorkspaceLens {
         work: num_chunks * ENTRY_WORDS,
         partial_out: num_chunks * heads.out_width(),
@@ -127,7 +137,7 @@ pub struct Decode<'a> {
     /// Rows.
     pub num_rows: u32,
     /// Chunks that the plan may list, see [`chunks_max`].
-    pub num_chunks_max: usize,
+    pub num_chunks_max: u32,
     /// Heads of the layer.
     pub heads: Heads,
     /// Of the scores.
@@ -173,22 +183,24 @@ impl AttentionDecode {
     }
 
     /// Lists the chunks of rows with these lengths, for every later [`AttentionDecode::run`] of
-    /// the step with the same window. Errors with `Shape` when the list has no room.
+    /// the step with the same window. Errors with `Shape` when the list is shorter than
+    /// `num_chunks_max`. The caller counts with [`num_chunks`] that the rows have no more than
+    /// that; of more the device lists none, and the run ends as a device error.
     pub fn plan(
         &self,
         stream: &Stream,
         workspace: &Workspace,
         context_lens: DeviceSlice<u32>,
-        (num_rows, num_kv_heads): (u32, u32),
-        num_chunks_max: usize,
+        num_rows: u32,
+        num_chunks_max: u32,
         window: u32,
     ) -> Result<(), Error> {
         let name = self.plan.name();
         context_lens.expect_len(name, "context_lens", num_rows as usize)?;
-        workspace.work.expect_len(name, "work", num_chunks_max * ENTRY_WORDS)?;
+        workspace.work.expect_len(name, "work", num_chunks_max as usize * ENTRY_WORDS)?;
         workspace.work_count.expect_len(name, "work_count", 1)?;
-        // SAFETY: arguments are those of attention_decode_plan in its order; the list has room
-        // for the chunks that the caller says there are at most, checked above.
+        // SAFETY: arguments are those of attention_decode_plan in its order; the kernel lists at
+        // most `num_chunks_max` chunks, for which there is room, checked above.
         unsafe {
             Launch::new(&self.plan)
                 .cta(PLAN_THREADS)
@@ -197,7 +209,7 @@ impl AttentionDecode {
                 .arg(workspace.work_count)
                 .arg(context_lens)
                 .arg(num_rows)
-                .arg(num_kv_heads)
+                .arg(num_chunks_max)
                 .arg(self.variant.chunk)
                 .arg(window)
                 .run(stream)

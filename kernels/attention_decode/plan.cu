@@ -1,8 +1,9 @@
 // work = the chunks of all rows, longest first; rows are cut at multiples of chunk, short tails stay with the chunk before
-// shapes:  work [chunks of all rows] of Work; work_count [1]; context_lens [num_rows]
+// shapes:  work [num_chunks_max] of Work; work_count [1]; context_lens [num_rows]
 // dtypes:  u32
 // grid:    one CTA of PLAN_THREADS threads, a thread per row and pass
-// limits:  chunk >= 64; chunks of all rows < 2^32; a row of length 0 has none
+// limits:  chunk >= 64; chunks of all rows < 2^32; a row of length 0 has none; of more than num_chunks_max nothing is
+//          listed and work_count is PLAN_OVERFLOW
 // cost:    two passes over the lengths, 32 bytes written per chunk; latency bound, once per step and window
 #include "decode_work.cuh"
 #include "grid.cuh"
@@ -37,9 +38,10 @@ __device__ __forceinline__ u32 take_places(u32* cursor, u32 count) {
 // Lists the chunks of all rows, longest first to within a 64th. A tail of less than half a chunk stays with the
 // chunk before it. One CTA of PLAN_THREADS threads; the order inside a bucket varies, and no result depends on it.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) attention_decode_plan(
-    u32* work, u32* work_count, const u32* context_lens, u32 num_rows, u32 num_kv_heads, u32 chunk, u32 window) {
+    u32* work, u32* work_count, const u32* context_lens, u32 num_rows, u32 num_chunks_max, u32 chunk, u32 window) {
     __shared__ u32 cursor[PLAN_BUCKETS];
     __shared__ u32 partial_cursor;
+    __shared__ bool overflows;
     grid_wait();
     grid_launch_dependents();
     const u32 thread = threadIdx.x;
@@ -98,8 +100,13 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) attention_decode_plan
                 cursor[part + thread] = total + through - count;
                 total += __shfl_sync(0xffffffffu, through, 31);
             }
-            if (thread == 0) work_count[0] = total;
+            if (thread == 0) {
+                // Whoever reads the list stops at this count: a part of it would be a wrong answer.
+                overflows = total > num_chunks_max;
+                work_count[0] = overflows ? PLAN_OVERFLOW : total;
+            }
         }
         __syncthreads();
+        if (overflows) return;
     }
 }

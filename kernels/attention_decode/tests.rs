@@ -6,7 +6,7 @@ use crate::attention_prefill::tests::tolerance;
 use crate::compile::Dtype;
 use crate::memory::Buffer;
 use crate::paged_case::{OnDevice, PagedCase, assert_near};
-use crate::testing::{Bed, bed};
+use crate::testing::{Bed, bed, setting};
 
 #[test]
 fn chunks_follow_each_other_and_only_the_ends_differ_in_length() {
@@ -22,9 +22,40 @@ fn chunks_follow_each_other_and_only_the_ends_differ_in_length() {
     for context_len in 1..3000 {
         for window in [0, 1, 513, 1024] {
             let chunks = cut(0, context_len, 512, window);
-            assert!(chunks.len() <= chunks_max(1, context_len, 512), "{context_len}, window {window}");
+            assert!(chunks.len() <= chunks_max(1, context_len, 512) as usize, "{context_len}, window {window}");
             assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].begin));
             assert!(chunks.iter().all(|chunk| chunk.begin < chunk.end && chunk.end - chunk.begin < 768));
+        }
+    }
+}
+
+/// The chunks of a row as plan.cu reckons them, line by line.
+fn num_chunks_of_the_plan(length: u32, chunk: u32, window: u32) -> u32 {
+    let start = if window != 0 && length > window { length - window } else { 0 };
+    let first = start / chunk;
+    let mut last = if length == 0 { 0 } else { (length - 1) / chunk };
+    if last > first && length - last * chunk < chunk / 2 {
+        last -= 1;
+    }
+    if length == 0 { 0 } else { last - first + 1 }
+}
+
+/// Steps are sent to a list of fixed length by this count: one chunk more on the device is one too many.
+#[test]
+fn counted_chunks_are_those_that_the_plan_lists() {
+    for chunk in [64, 256, 512, 640, 768, 1024] {
+        for length in (0..5 * chunk + 2).chain([40 * chunk - 1, 40 * chunk, 40 * chunk + chunk / 2]) {
+            let counted = num_chunks(length, chunk);
+            assert_eq!(counted, num_chunks_of_the_plan(length, chunk, 0), "{length} tokens in chunks of {chunk}");
+            if length == 0 {
+                continue;
+            }
+            assert_eq!(counted as usize, cut(0, length, chunk, 0).len(), "{length} tokens in chunks of {chunk}");
+            for window in [1, chunk / 2, chunk, chunk + 1, 3 * chunk] {
+                let listed = num_chunks_of_the_plan(length, chunk, window);
+                assert_eq!(listed as usize, cut(0, length, chunk, window).len(), "{length}, {chunk}, window {window}");
+                assert!(listed <= counted, "{length} tokens in chunks of {chunk}, window {window}: {listed}");
+            }
         }
     }
 }
@@ -52,7 +83,7 @@ struct Scratch {
     partial_out: Buffer<f32>,
     partial_lse: Buffer<f32>,
     counters: Buffer<u32>,
-    num_chunks_max: usize,
+    num_chunks_max: u32,
 }
 
 impl Scratch {
@@ -92,20 +123,8 @@ fn run(bed: &Bed, case: &PagedCase, on_device: &OnDevice) -> Vec<f32> {
     let workspace = scratch.workspace();
     let num_rows = case.rows.len() as u32;
     let lens = on_device.context_lens.slice();
-    let rows = (num_rows, case.heads.num_kv_heads);
-    kernel.plan(&bed.stream, &workspace, lens, rows, scratch.num_chunks_max, case.window).expect("planned");
-    let call = Decode {
-        qkv: on_device.qkv.slice(),
-        cache: &on_device.cache,
-        block_tables: &on_device.block_tables,
-        context_lens: lens,
-        workspace: &workspace,
-        num_rows,
-        num_chunks_max: scratch.num_chunks_max,
-        heads: case.heads,
-        scale: case.scale(),
-        window: case.window,
-    };
+    kernel.plan(&bed.stream, &workspace, lens, num_rows, scratch.num_chunks_max, case.window).expect("planned");
+    let call = call(case, on_device, &workspace, scratch.num_chunks_max);
     let [first, second] = [(), ()].map(|()| {
         let out = bed.poisoned::<u16>(case.rows.len() * case.heads.out_width());
         kernel.run(&bed.stream, out.slice(), &call).expect("launched");
@@ -116,6 +135,21 @@ fn run(bed: &Bed, case: &PagedCase, on_device: &OnDevice) -> Vec<f32> {
     assert_eq!(first, second, "the second run has the same bits");
     assert!(on_device.len_on_device() > 0);
     first
+}
+
+fn call<'a>(case: &PagedCase, on_device: &'a OnDevice, workspace: &'a Workspace, num_chunks_max: u32) -> Decode<'a> {
+    Decode {
+        qkv: on_device.qkv.slice(),
+        cache: &on_device.cache,
+        block_tables: &on_device.block_tables,
+        context_lens: on_device.context_lens.slice(),
+        workspace,
+        num_rows: case.rows.len() as u32,
+        num_chunks_max,
+        heads: case.heads,
+        scale: case.scale(),
+        window: case.window,
+    }
 }
 
 /// One-query rows at the edges of slices, blocks and chunks.
@@ -185,9 +219,7 @@ fn the_plan_lists_every_chunk_once_longest_first() {
             partial_lse: none.slice(),
             counters: bed.upload::<u32>(&[]).slice(),
         };
-        kernel
-            .plan(&bed.stream, &workspace, lens_device.slice(), (num_rows, 1), num_chunks_max, window)
-            .expect("planned");
+        kernel.plan(&bed.stream, &workspace, lens_device.slice(), num_rows, num_chunks_max, window).expect("planned");
         let num_listed = bed.download(&count)[0] as usize;
         let words = bed.download(&work);
         let entries: Vec<&[u32]> = words.chunks_exact(ENTRY_WORDS).take(num_listed).collect();
@@ -207,6 +239,62 @@ fn the_plan_lists_every_chunk_once_longest_first() {
             (0..num_rows).flat_map(|row| cut(row, context_lens[row as usize], kernel.chunk(), window)).collect();
         assert_eq!(listed, expected, "{num_rows} rows, window {window}");
     }
+}
+
+#[test]
+fn a_plan_without_room_lists_nothing_and_says_so() {
+    let Some(bed) = bed("a_plan_without_room_lists_nothing_and_says_so", Dtype::Bf16) else { return };
+    let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 128 };
+    let kernel = AttentionDecode::load(&bed.device, &bed.modules, 128).expect("loaded");
+    let num_rows = 1024;
+    let context_lens: Vec<u32> = (0..num_rows).map(|row| if row < 910 { 9 * kernel.chunk() } else { 1 }).collect();
+    let total: u32 = context_lens.iter().map(|&len| num_chunks(len, kernel.chunk())).sum();
+    let lens_device = bed.upload(&context_lens);
+    for (num_chunks_max, has_room) in [(total, true), (total - 1, false), (1, false)] {
+        let len = workspace_lens(heads, num_rows, num_chunks_max).work;
+        let (work, count) = (bed.poisoned::<u32>(len), bed.poisoned::<u32>(1));
+        let none = bed.upload::<f32>(&[]);
+        let workspace = Workspace {
+            work: work.slice(),
+            work_count: count.slice(),
+            partial_out: none.slice(),
+            partial_lse: none.slice(),
+            counters: bed.upload::<u32>(&[]).slice(),
+        };
+        let planned = kernel.plan(&bed.stream, &workspace, lens_device.slice(), num_rows, num_chunks_max, 0);
+        planned.expect("launched");
+        // The guards around the list are looked at too.
+        let is_listed = bed.download(&work).iter().any(|&word| word != u32::MAX);
+        let listed = bed.download(&count)[0];
+        assert_eq!((listed, is_listed), if has_room { (total, true) } else { (u32::MAX, false) }, "{num_chunks_max}");
+    }
+}
+
+/// In a process of its own: the error takes the device's context with it.
+#[test]
+fn a_run_over_a_plan_without_room_is_a_device_error() {
+    const NAME: &str = "a_run_over_a_plan_without_room_is_a_device_error";
+    let Some(bed) = bed(NAME, Dtype::Bf16) else { return };
+    if setting("OVERNIGHT_TEST_CHILD").is_none() {
+        let mut child = std::process::Command::new(std::env::current_exe().expect("this test's file"));
+        child.args(["--exact", &format!("attention_decode::tests::{NAME}")]).env("OVERNIGHT_TEST_CHILD", "1");
+        let output = child.output().expect("it starts");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+        return;
+    }
+    let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 128 };
+    let case = PagedCase::new(&[(1, 2000), (1, 2000)], heads, 64, 0, |x| bed.to_number(bed.to_bits(x)));
+    let on_device = case.upload(&bed);
+    let kernel = AttentionDecode::load(&bed.device, &bed.modules, 128).expect("loaded");
+    let scratch = Scratch::new(&bed, &kernel, &case);
+    let workspace = scratch.workspace();
+    kernel.plan(&bed.stream, &workspace, on_device.context_lens.slice(), 2, 1, 0).expect("launched");
+    bed.stream.synchronize().expect("the plan itself is no error");
+    let out = bed.poisoned::<u16>(2 * heads.out_width());
+    let run = kernel.run(&bed.stream, out.slice(), &call(&case, &on_device, &workspace, 1));
+    let error = run.and_then(|()| bed.stream.synchronize()).expect_err("it has no list to go by");
+    assert!(error.is_sticky(), "{error}");
 }
 
 #[test]

@@ -68,8 +68,7 @@ impl Bench {
             counters: counters.slice(),
         };
         let context_lens = self.upload(&vec![context_len; rows as usize])?;
-        let dims = (rows, heads.num_kv_heads);
-        kernel.plan(&self.stream, &workspace, context_lens.slice(), dims, num_chunks_max, 0)?;
+        kernel.plan(&self.stream, &workspace, context_lens.slice(), rows, num_chunks_max, 0)?;
         let cache_bytes = kv_bytes(heads) * u64::from(rows) * u64::from(context_len);
         let bytes = cache_bytes + 2 * HALF * u64::from(rows) * heads.out_width() as u64;
         let num_turns = self.num_turns(cache_bytes);

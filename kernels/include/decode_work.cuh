@@ -2,6 +2,9 @@
 #pragma once
 #include "types.cuh"
 
+// In place of the count when a list had no room for all chunks; nothing is listed then.
+#define PLAN_OVERFLOW 0xffffffffu
+
 // One entry of the work list; an item is an entry and a kv head. Chunks are cut at multiples of `chunk` in
 // absolute positions, so an answer depends on its row alone.
 struct __align__(16) Work {

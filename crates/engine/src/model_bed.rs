@@ -62,6 +62,11 @@ impl<M: Forward> ModelBed<M> {
         self.free = (0..num).map(|index| index * 7 % num).collect();
     }
 
+    /// Gives these blocks back.
+    pub(crate) fn free(&mut self, blocks: &[u32]) {
+        self.free.extend(blocks);
+    }
+
     pub(crate) fn sequence(&self, ids: &[u32]) -> Sequence {
         Sequence { ids: ids.to_vec(), done: 0, table: Vec::new() }
     }

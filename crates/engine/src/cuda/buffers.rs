@@ -62,7 +62,7 @@ impl Buffers {
         let block_tables = arena.take("step arrays", rows * limits.blocks_per_row as usize)?;
         let ropes =
             config.ropes.iter().map(|_| arena.take("rope tables", positions * dim)).collect::<Result<_, _>>()?;
-        let lens = workspace_lens(heads(config), limits.num_rows, DECODE_CHUNKS_MAX as usize);
+        let lens = workspace_lens(heads(config), limits.num_rows, DECODE_CHUNKS_MAX);
         let counters = arena.take("attention work", lens.counters)?;
         let partial_out = arena.take("attention work", lens.partial_out)?;
         let partial_lse = arena.take("attention work", lens.partial_lse)?;

@@ -66,10 +66,8 @@ impl CudaModel {
         Ok(())
     }
 
-    /// Computes a step of decode rows with the graph that holds them.
-    pub(super) fn replay(&mut self, step: &StepInput<'_>, dummy_block: u32) -> Result<StepView, Error> {
-        let num_rows = step.context_lens.len() as u32;
-        let rows = self.graphs.bucket(num_rows).expect("the caller has looked");
+    /// Computes a step of decode rows with the graph of `rows` rows, which was recorded.
+    pub(super) fn replay(&mut self, step: &StepInput<'_>, rows: u32, dummy_block: u32) -> Result<StepView, Error> {
         let view = self.packing.pack(&self.stream, step, layout(rows), &[], dummy_block)?;
         self.feed_tokens(&view, step)?;
         self.graphs.by_rows[&rows].launch(&self.stream).map_err(during("could not replay a decode graph"))?;

@@ -1,7 +1,7 @@
 //! One step through the layers, on the device.
 
 use overnight_kernels::Error as DeviceError;
-use overnight_kernels::attention_decode::Decode;
+use overnight_kernels::attention_decode::{Decode, num_chunks};
 use overnight_kernels::attention_prefill::{Prefill, Row, list_tiles};
 use overnight_kernels::gemm::Shape;
 use overnight_kernels::paged::{BlockTables, PagedCache};
@@ -32,9 +32,9 @@ impl CudaModel {
         let num_logits = step.logits_tokens.len() as u32;
         let is_decode = num_decode == num_rows && num_logits == num_rows && num_rows > 0;
         let chunk = self.kernels.decode.chunk();
-        let graph_rows = self.graphs.bucket(num_rows).filter(|_| is_decode && !self.enforce_eager);
-        if graph_rows.is_some_and(|rows| fits_padded(step.context_lens, rows, chunk)) {
-            return self.replay(step, num_blocks);
+        let graph = self.graphs.bucket(num_rows).filter(|_| is_decode && !self.enforce_eager);
+        if let Some(rows) = graph.filter(|&rows| fits_padded(step.context_lens, rows, chunk)) {
+            return self.replay(step, rows, num_blocks);
         }
         let mut tiles = std::mem::take(&mut self.tiles);
         tiles.clear();
@@ -96,11 +96,10 @@ impl CudaModel {
 
     /// Work lists of decode attention, one for each kind of window in the model.
     fn plan_decode(&self, view: &StepView, (first, num): (u32, u32)) -> Result<(), DeviceError> {
-        let kv_heads = self.config.kv_heads as u32;
         let context_lens = view.context_lens.slice(first as usize, num as usize);
         for (kind, window) in self.windows() {
-            let (workspace, most) = (&self.buffers.decode[kind], DECODE_CHUNKS_MAX as usize);
-            self.kernels.decode.plan(&self.stream, workspace, context_lens, (num, kv_heads), most, window)?;
+            let workspace = &self.buffers.decode[kind];
+            self.kernels.decode.plan(&self.stream, workspace, context_lens, num, DECODE_CHUNKS_MAX, window)?;
         }
         Ok(())
     }
@@ -181,7 +180,7 @@ impl CudaModel {
             context_lens: view.context_lens.slice(first, len),
             workspace: &b.decode[usize::from(window != 0)],
             num_rows: num,
-            num_chunks_max: DECODE_CHUNKS_MAX as usize,
+            num_chunks_max: DECODE_CHUNKS_MAX,
             heads,
             scale: config.attention_scale,
             window,
@@ -268,11 +267,11 @@ fn prefill_row(step: &StepInput<'_>, row: u32) -> Row {
     Row { row, query_len: step.cu_seqlens[at + 1] - step.cu_seqlens[at], context_len: step.context_lens[at] }
 }
 
-/// Whether the work list of decode attention holds the chunks of these rows and of those that pad
-/// them to the `rows` of a graph: a padding row has one token, hence one chunk.
+/// Whether one work list holds the chunks of decode rows with these lengths and of those that pad
+/// them to `rows`: a padding row has one token, hence one chunk.
 fn fits_padded(context_lens: &[u32], rows: u32, chunk: u32) -> bool {
     let num_padding = u64::from(rows) - context_lens.len() as u64;
-    let num_real: u64 = context_lens.iter().map(|len| u64::from(len.div_ceil(chunk))).sum();
+    let num_real: u64 = context_lens.iter().map(|&len| u64::from(num_chunks(len, chunk))).sum();
     num_real + num_padding <= u64::from(DECODE_CHUNKS_MAX)
 }
 
@@ -280,8 +279,8 @@ fn fits_padded(context_lens: &[u32], rows: u32, chunk: u32) -> bool {
 fn decode_splits(context_lens: &[u32], chunk: u32) -> Vec<(u32, u32)> {
     let mut splits = Vec::new();
     let (mut first, mut chunks) = (0, 0);
-    for (row, len) in (0..).zip(context_lens) {
-        let more = len.div_ceil(chunk);
+    for (row, &len) in (0..).zip(context_lens) {
+        let more = num_chunks(len, chunk);
         if row > first && chunks + more > DECODE_CHUNKS_MAX {
             splits.push((first, row - first));
             (first, chunks) = (row, 0);
@@ -297,19 +296,10 @@ fn decode_splits(context_lens: &[u32], chunk: u32) -> Vec<(u32, u32)> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use overnight_kernels::attention_decode::reference::cut;
 
-    #[test]
-    fn padding_of_a_graph_takes_room_in_the_work_list() {
-        let chunk = 768;
-        // Nine chunks a row: 910 rows have 8,190 of 8,192, which their graph of 1,024 exceeds.
-        let fits = |num_rows: usize, rows| fits_padded(&vec![9 * chunk; num_rows], rows, chunk);
-        assert!(fits(896, 896) && fits(832, 832));
-        assert!(![897, 909, 910, 1023, 1024].into_iter().any(|num_rows| fits(num_rows, 1024)));
-        assert!(fits_padded(&[8 * chunk; 1024], 1024, chunk), "8,192 chunks fill the list");
-        assert!(!fits_padded(&[8 * chunk; 1023], 1024, 767), "and one more is too many");
-        assert!(fits_padded(&[1], 1024, chunk));
-    }
+    use super::*;
+    use crate::cuda::graphs::BUCKETS;
 
     #[test]
     fn decode_rows_are_split_where_their_chunks_exceed_the_work_space() {
@@ -317,6 +307,60 @@ mod tests {
         assert_eq!(decode_splits(&[1, 513, 40_000], 512), [(0, 3)]);
         let long = 512 * (DECODE_CHUNKS_MAX / 2);
         assert_eq!(decode_splits(&[long, long, 1, long], 512), [(0, 2), (2, 2)]);
-        assert_eq!(decode_splits(&[2 * long + 1, 1], 512), [(0, 1), (1, 1)], "a row is never cut");
+        assert_eq!(decode_splits(&[2 * long + 512, 1], 512), [(0, 1), (1, 1)], "a row is never cut");
+    }
+
+    /// The chunks that the plan lists for a step in the graph that holds it.
+    fn num_listed(context_lens: &[u32], rows: u32, chunk: u32) -> usize {
+        let padded = context_lens.iter().copied().chain(std::iter::repeat(1)).take(rows as usize);
+        padded.map(|len| cut(0, len, chunk, 0).len()).sum()
+    }
+
+    fn bucket(num_rows: u32) -> u32 {
+        BUCKETS.into_iter().find(|&rows| rows >= num_rows).expect("a recorded size")
+    }
+
+    #[test]
+    fn a_step_takes_a_graph_only_when_its_padding_fits_the_work_list_too() {
+        let (chunk, fits) =
+            (768, |num_rows: usize| fits_padded(&vec![9 * 768; num_rows], bucket(num_rows as u32), 768));
+        // Nine chunks each: the rows alone fit in every case but the last two, the padding does not.
+        assert!([1, 64, 256, 768, 832, 896].into_iter().all(fits));
+        assert!(![897, 898, 909, 910, 911, 1023, 1024].into_iter().any(fits));
+        assert_eq!(num_listed(&vec![9 * chunk; 910], 1024, chunk), 8190 + 114);
+        let exact = vec![8 * chunk; 1024];
+        assert!(fits_padded(&exact, 1024, chunk), "8,192 chunks fill the list");
+        assert!(!fits_padded(&[&exact[1..], &[9 * chunk]].concat(), 1024, chunk));
+        assert!(
+            fits_padded(&[&exact[1..], &[8 * chunk + chunk / 2 - 1]].concat(), 1024, chunk),
+            "a short tail is no chunk"
+        );
+        assert!(!fits_padded(&[u32::MAX; 1024], 1024, 64), "no sum wraps round");
+    }
+
+    #[test]
+    fn steps_that_fit_list_no_more_chunks_than_there_is_room_for() {
+        let room = DECODE_CHUNKS_MAX as usize;
+        let mut num_at_the_edge = 0;
+        for chunk in [512, 640, 768, 1024] {
+            for tail in [0, 1, chunk / 2 - 1, chunk / 2] {
+                let listed_by_row: Vec<usize> =
+                    (0..=64).map(|num| cut(0, num * chunk + tail, chunk, 0).len()).collect();
+                for num_rows in 1..=1024u32 {
+                    let rows = bucket(num_rows);
+                    // As many chunks a row as fill the list, one fewer and one more.
+                    let full = (DECODE_CHUNKS_MAX / num_rows).clamp(2, 63);
+                    for num in full - 1..=full + 1 {
+                        let context_lens = vec![num * chunk + tail; num_rows as usize];
+                        let listed_real = num_rows as usize * listed_by_row[num as usize];
+                        let listed = listed_real + (rows - num_rows) as usize;
+                        let fits = fits_padded(&context_lens, rows, chunk);
+                        assert_eq!(fits, listed <= room, "{num_rows} rows of {num} chunks of {chunk} and {tail}");
+                        num_at_the_edge += usize::from(listed_real <= room && listed > room);
+                    }
+                }
+            }
+        }
+        assert!(num_at_the_edge > 100, "{num_at_the_edge} steps of which the padding alone is too much");
     }
 }

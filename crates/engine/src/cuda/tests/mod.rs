@@ -3,6 +3,7 @@
 
 mod engine;
 mod files;
+mod graphs;
 
 use std::path::Path;
 

@@ -109,3 +109,52 @@ fn run_whose_engine_is_given_up_ends_by_name_and_the_same_command_goes_on() {
     assert_eq!(again.status.code(), Some(0), "{}", String::from_utf8_lossy(&again.stderr));
     assert_eq!(lines(&folder.join("broken.jsonl")), lines(&folder.join("whole.jsonl")));
 }
+
+/// The engine stays in a step for ever.
+const HANG: &[(&str, &str)] =
+    &[("FAILPOINTS", "engine::step=5*off->pause"), ("OVERNIGHT_WORKER__ENGINE_STALL_MAX", "1s")];
+
+// A kernel that never ends, a driver that answers no more: nothing fails, and nothing comes back either.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn server_whose_engine_hangs_turns_red_and_ends_by_name_and_the_next_one_goes_on() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let model = tiny_model(folder.path());
+    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny"];
+    let data_dir = folder.path().join("hung");
+    let mut service = Service::start(&data_dir, &args, &[FAST, HANG].concat());
+    service.wait_ready(Duration::from_secs(60)).await;
+    let file = service.upload("input.jsonl", input(200, 3)).await;
+    let id = service.create(&file, "/v1/completions").await;
+    let mut words = Vec::new();
+    let end = std::time::Instant::now() + Duration::from_secs(60);
+    while !service.has_exited() {
+        if let Some((503, said)) = service.call("GET", "/health", None).await {
+            words.push(said["code"].as_str().unwrap_or_default().to_owned());
+        }
+        assert!(std::time::Instant::now() < end, "it hangs on: {words:?}\n{}", service.log_tail());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(words.iter().any(|word| word == "engine_stalled"), "{words:?}");
+    assert_eq!(service.wait_exit(Duration::from_secs(60)).await.code(), Some(9), "{}", service.log_tail());
+    assert!(service.log().contains("error: the engine hangs"), "{}", service.log_tail());
+    let mut service = Service::start(&data_dir, &args, FAST);
+    service.wait_up(Duration::from_secs(60)).await;
+    let batch = service.wait_batch(&id, Duration::from_secs(120), is_terminal).await;
+    assert_eq!(batch["status"], "completed", "{batch}");
+    published(&service, &batch).await;
+}
+
+#[test]
+fn run_whose_engine_hangs_ends_by_name_and_the_same_command_goes_on() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = folder.path();
+    tiny_model(folder);
+    std::fs::write(folder.join("input.jsonl"), input(90, 3)).expect("input is written");
+    let hung = run(folder, "hung", HANG);
+    let said = String::from_utf8_lossy(&hung.stderr);
+    assert_eq!(hung.status.code(), Some(9), "{said}");
+    assert!(said.contains("the engine hangs") && said.contains("the same command goes on"), "{said}");
+    let again = run(folder, "hung", &[]);
+    assert_eq!(again.status.code(), Some(0), "{}", String::from_utf8_lossy(&again.stderr));
+    assert_eq!(lines(&folder.join("hung.jsonl")).len(), 90);
+}

@@ -161,6 +161,7 @@ fn unavailable_because(code: &str) -> &'static str {
         "storage_unavailable" => "the server's object store does not answer; try again",
         "engine_starting" => "the engine is still loading; try again",
         "engine_poisoned" => "the engine broke down and is being built anew; try again",
+        "engine_stalled" => "the engine has work and makes no progress; try again once it goes on or is started again",
         "engine_not_accepting" => "the engine takes no more requests at the moment; try again",
         "request_timeout" => "the server did not get done in time; try again",
         _ => "the server cannot do this at the moment; try again",

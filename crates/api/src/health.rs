@@ -46,16 +46,12 @@ fn kv_cache_usage(state: &Inner) -> Option<f32> {
 
 fn engine_word(state: &Inner) -> Result<&'static str> {
     let Some(generate) = &state.parts.generate else { return Ok("none") };
+    let unavailable = |code, cause| Err(ApiError::unavailable(code, state.retry_after()).cause(cause));
     match generate.status().state {
         EngineState::Ready => Ok("ready"),
-        EngineState::Starting(stage) => {
-            Err(ApiError::unavailable("engine_starting", state.retry_after())
-                .cause(format!("engine starting: {stage}")))
-        }
-        EngineState::Poisoned(reason) => {
-            Err(ApiError::unavailable("engine_poisoned", state.retry_after())
-                .cause(format!("engine poisoned: {reason}")))
-        }
+        EngineState::Starting(stage) => unavailable("engine_starting", format!("engine starting: {stage}")),
+        EngineState::Poisoned(reason) => unavailable("engine_poisoned", format!("engine poisoned: {reason}")),
+        EngineState::Stalled(reason) => unavailable("engine_stalled", format!("engine stalled: {reason}")),
     }
 }
 

@@ -27,7 +27,7 @@ pub(crate) enum Exit {
     Unreachable = 7,
     /// The job failed, expired or was cancelled.
     JobFailed = 8,
-    /// The engine broke down and could not be built anew.
+    /// The engine hangs, or broke down and could not be built anew.
     EngineBroken = 9,
     /// Waited until the time limit.
     TimedOut = 124,
@@ -50,7 +50,10 @@ impl Exit {
         (Exit::InvalidInput, "input invalid"),
         (Exit::Unreachable, "server not reachable"),
         (Exit::JobFailed, "the batch failed, expired or was cancelled (only with --exit-status or --wait)"),
-        (Exit::EngineBroken, "the engine broke down and could not be built anew; finished work is kept, start again"),
+        (
+            Exit::EngineBroken,
+            "the engine hangs, or broke down and could not be built anew; finished work is kept, start again",
+        ),
         (Exit::TimedOut, "waited until the time limit"),
         (Exit::Interrupted, "interrupted; the batch goes on on the server, and the command says so"),
     ];

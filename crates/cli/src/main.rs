@@ -67,15 +67,19 @@ fn main() -> ExitCode {
     let app = App { ui: Ui::new(&cli.globals), globals: cli.globals, interrupts: Interrupts::default() };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(err) => return finish(&app.ui, Err(err.into())),
+        Err(err) => return ExitCode::from(finish(&app.ui, Err(err.into()))),
     };
     let ended = runtime.block_on(run_or_interrupted(cli.command, &app));
     // A read of stdin that never ends must not keep the process.
     runtime.shutdown_background();
-    if !overnight_engine::shut_down_all(ENGINE_END) {
+    let has_ended = overnight_engine::shut_down_all(ENGINE_END);
+    let code = finish(&app.ui, ended);
+    if !has_ended {
         tracing::warn!("the engine did not end in time");
+        // Unloading the driver under a thread that is inside it would crash, or wait for ever.
+        overnight_engine::exit_at_once(code);
     }
-    finish(&app.ui, ended)
+    ExitCode::from(code)
 }
 
 /// A command that waits for Ctrl-C by itself says its own words first; whatever else is
@@ -126,9 +130,10 @@ async fn run(command: Command, app: &App) -> Result {
     }
 }
 
-fn finish(ui: &Ui, ended: Result) -> ExitCode {
+/// Says what went wrong, if anything did; the exit code.
+fn finish(ui: &Ui, ended: Result) -> u8 {
     let failure = match ended {
-        Ok(()) => return ExitCode::SUCCESS,
+        Ok(()) => return Exit::Success as u8,
         Err(failure) => failure,
     };
     if !failure.is_silent(ui.is_json()) {
@@ -136,5 +141,5 @@ fn finish(ui: &Ui, ended: Result) -> ExitCode {
         // With stderr closed there is nobody to tell; the exit code still says it.
         let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());
     }
-    ExitCode::from(failure.exit as u8)
+    failure.exit as u8
 }

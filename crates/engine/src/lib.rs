@@ -45,6 +45,7 @@ pub use engine::Engine;
 pub use error::Error;
 pub use handle::{EngineHandle, EngineState, EngineStatus};
 pub use output::{Event, Sink};
+pub use overnight_kernels::device::exit_at_once;
 pub use request::{
     Finish, FinishReason, Request, RequestError, RequestId, SamplingParams, StopReason, StopRules, TokenLogprob,
     TokenLogprobs, TokenOutput,

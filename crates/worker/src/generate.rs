@@ -126,6 +126,8 @@ pub enum EngineState {
     Ready,
     /// Cannot answer until rebuilt; why.
     Poisoned(String),
+    /// Has work and ends no step; since when. It may go on, or its process is given up.
+    Stalled(String),
 }
 
 /// A snapshot for health, renewal and status pages.

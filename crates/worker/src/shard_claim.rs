@@ -52,7 +52,9 @@ impl ShardSource {
                 EngineState::Ready if shared.engine_watch.is_stalled(&status) => idle.wait_poll().await?,
                 EngineState::Ready if shared.window.has_room() && !desk.has_alone() => return Some(()),
                 EngineState::Ready => idle.wait_for(changed).await?,
-                EngineState::Starting(_) | EngineState::Poisoned(_) => idle.wait_poll().await?,
+                EngineState::Starting(_) | EngineState::Poisoned(_) | EngineState::Stalled(_) => {
+                    idle.wait_poll().await?;
+                }
             }
         }
     }

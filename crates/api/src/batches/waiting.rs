@@ -45,7 +45,7 @@ fn why_idle(job: &Job, progress: &Progress, workers: &[LiveWorker], own: Option<
     let own = own.filter(|own| own.models.iter().any(|name| is_it(name)));
     match own.map(|own| &own.state) {
         Some(EngineState::Starting(_)) => return Some("the model is still loading".to_owned()),
-        Some(EngineState::Poisoned(_)) => {
+        Some(EngineState::Poisoned(_) | EngineState::Stalled(_)) => {
             return Some("the engine of this server cannot answer; its log says why".to_owned());
         }
         Some(EngineState::Ready) | None => {}

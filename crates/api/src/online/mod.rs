@@ -46,5 +46,6 @@ fn engine(state: &Inner) -> Result<(Arc<dyn Generate>, Mapper)> {
         },
         EngineState::Starting(stage) => unavailable("engine_starting", stage),
         EngineState::Poisoned(reason) => unavailable("engine_poisoned", reason),
+        EngineState::Stalled(reason) => unavailable("engine_stalled", reason),
     }
 }

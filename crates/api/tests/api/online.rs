@@ -99,6 +99,7 @@ async fn engine_that_starts_or_is_poisoned_is_503() {
     for (state, code) in [
         (EngineState::Starting("loading".to_owned()), "engine_starting"),
         (EngineState::Poisoned("lost".to_owned()), "engine_poisoned"),
+        (EngineState::Stalled("hung".to_owned()), "engine_stalled"),
     ] {
         server.engine.set_state(state);
         assert_eq!(server.send(json_request(CHAT, body_saying("x"))).await.error(503).2, code);

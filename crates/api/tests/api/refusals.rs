@@ -134,6 +134,7 @@ async fn health_is_green_only_when_the_engine_can_answer() {
     for (state, code) in [
         (EngineState::Starting("loading weights".to_owned()), "engine_starting"),
         (EngineState::Poisoned("device lost".to_owned()), "engine_poisoned"),
+        (EngineState::Stalled("no step has ended for 2 min".to_owned()), "engine_stalled"),
     ] {
         server.engine.set_state(state);
         for path in ["/health", "/ping"] {

@@ -95,7 +95,7 @@ struct Server {
 
 impl Server {
     async fn start(config: &Config, place: &Place, listener: TcpListener, no_worker: bool) -> Result<Self> {
-        let late = (!no_worker).then(|| LateEngine::new(engine::served_names(config)));
+        let late = (!no_worker).then(|| LateEngine::new(engine::served_names(config), config.worker.engine_stall_max));
         let mapper = Arc::new(OnceLock::new());
         let (draining, stop_api) = (CancellationToken::new(), CancellationToken::new());
         let generate = late.clone().map(|late| late as Arc<dyn Generate>);

@@ -61,7 +61,7 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
     engine::check(&config)?;
     logging::start_service(&config, "worker")?;
     let place = Place::open(&config, DataDirUse::Shared).await?;
-    let late = LateEngine::new(engine::served_names(&config));
+    let late = LateEngine::new(engine::served_names(&config), config.worker.engine_stall_max);
     let metrics = Sources::new(Some(late.clone()), &engine::served_names(&config), &config.engine.local);
     let door = Door::open(&config, &place, &late, &metrics).await?;
     let ended = work(&config, &place, &late, &metrics, door.as_ref(), &mut stops).await;

@@ -1,8 +1,10 @@
 //! Stands in for the engine of this process while it loads, and while it is built anew
 //! after a breakdown; [`keep`] does that.
 //!
-//! Invariant: whoever asks sees one engine: loading, ready, or broken. What it breaks
-//! down under is told to its owners as failed before another one takes its place.
+//! Invariant: whoever asks sees one engine: loading, ready, stalled, or broken. What it breaks
+//! down under is told to its owners as failed before another one takes its place. One that
+//! stalls for good is not replaced in this process, whose thread and device it holds: the
+//! process ends by its named code.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -24,12 +26,17 @@ const REBUILDS_WITHIN: Duration = Duration::from_secs(3600);
 /// Wait before the first rebuild; doubles with each one that is counted.
 const REBUILD_WAIT_MIN: Duration = Duration::from_millis(500);
 const REBUILD_WAIT_MAX: Duration = Duration::from_secs(60);
+/// The process is given up once its engine has stalled for this many times
+/// `worker.engine_stall_max`.
+const STALLS_MAX: u32 = 3;
 
 /// [`Generate`] before, between and over engines.
 #[derive(Debug)]
 pub(crate) struct LateEngine {
     models: Vec<String>,
     started_at: Instant,
+    /// `worker.engine_stall_max`.
+    stall_max: Duration,
     now: RwLock<Now>,
 }
 
@@ -40,6 +47,25 @@ struct Now {
     stage: String,
     /// Breakdowns of earlier engines.
     num_breakdowns: u32,
+    stall: Stall,
+}
+
+/// How long the engine has been seen with work and without the end of a step. Summed up over
+/// looks: a process that was stopped for a while (SIGSTOP) has not stalled meanwhile.
+#[derive(Debug, Default)]
+struct Stall {
+    /// The last progress that the engine had at the last look.
+    progress_at: Option<Instant>,
+    seen: Duration,
+}
+
+impl Stall {
+    /// The engine is looked at, `passed` after the last look.
+    fn look(&mut self, status: &EngineStatus, passed: Duration) {
+        let goes_on = status.is_idle() || self.progress_at != Some(status.last_progress);
+        self.seen = if goes_on { Duration::ZERO } else { self.seen + passed };
+        self.progress_at = Some(status.last_progress);
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -49,10 +75,11 @@ struct Current {
 }
 
 impl LateEngine {
-    /// Answers to `models`, not yet.
-    pub(crate) fn new(models: Vec<String>) -> Arc<Self> {
-        let now = Now { engine: None, stage: "waiting to load the model".to_owned(), num_breakdowns: 0 };
-        Arc::new(Self { models, started_at: Instant::now(), now: RwLock::new(now) })
+    /// Answers to `models`, not yet. Without a step's end for `stall_max` it counts as stalled.
+    pub(crate) fn new(models: Vec<String>, stall_max: Duration) -> Arc<Self> {
+        let stage = "waiting to load the model".to_owned();
+        let now = Now { engine: None, stage, num_breakdowns: 0, stall: Stall::default() };
+        Arc::new(Self { models, started_at: Instant::now(), stall_max, now: RwLock::new(now) })
     }
 
     /// What is being done, for `/health` and the log.
@@ -63,8 +90,12 @@ impl LateEngine {
 
     /// From here on this engine answers.
     pub(crate) fn set(&self, started: &Started) {
-        let current = Current { generate: started.generate.clone(), handle: started.handle.clone() };
-        self.now.write().unwrap_or_else(PoisonError::into_inner).engine = Some(current);
+        self.take(Current { generate: started.generate.clone(), handle: started.handle.clone() });
+    }
+
+    fn take(&self, current: Current) {
+        let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+        (now.engine, now.stall) = (Some(current), Stall::default());
     }
 
     /// The local engine, for its counters.
@@ -76,13 +107,16 @@ impl LateEngine {
         self.now.read().unwrap_or_else(PoisonError::into_inner).engine.clone()
     }
 
-    /// Why the local engine can answer no more; `None` while it can, and for a remote one,
-    /// which heals by itself.
-    fn breakdown(&self) -> Option<String> {
+    /// Why the local engine can answer no more; `None` while it can. Looks at its progress too,
+    /// `passed` after the last look.
+    fn look(&self, passed: Duration) -> Option<End> {
         let current = self.current()?;
-        let state = current.generate.status().state;
-        match state {
-            EngineState::Poisoned(why) if current.handle.is_some() => Some(why),
+        let status = current.generate.status();
+        let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
+        now.stall.look(&status, passed);
+        match status.state {
+            EngineState::Poisoned(why) => Some(End::Broken(why)),
+            _ if now.stall.seen >= self.stall_max * STALLS_MAX => Some(End::Stalled(now.stall.seen)),
             _ => None,
         }
     }
@@ -114,7 +148,12 @@ impl Generate for LateEngine {
 
     fn status(&self) -> EngineStatus {
         if let Some(current) = self.current() {
-            return current.generate.status();
+            let mut status = current.generate.status();
+            let seen = self.now.read().unwrap_or_else(PoisonError::into_inner).stall.seen;
+            if status.state == EngineState::Ready && seen > self.stall_max {
+                status.state = EngineState::Stalled(format!("no step has ended for {}", human::duration(seen)));
+            }
+            return status;
         }
         let stage = self.now.read().unwrap_or_else(PoisonError::into_inner).stage.clone();
         EngineStatus {
@@ -136,9 +175,18 @@ impl Generate for LateEngine {
     }
 }
 
+/// How an engine ends that nobody stopped.
+enum End {
+    /// It failed or panicked; why.
+    Broken(String),
+    /// It has work and has ended no step for this long.
+    Stalled(Duration),
+}
+
 /// Builds the engine of this process anew when it breaks down, at most
 /// `engine.rebuilds_max` times in an hour, with waits in between. Ends only when that is
-/// given up. Does nothing for an engine that is not in this process.
+/// given up, or the engine has stalled for [`STALLS_MAX`] times the time allowed. Does nothing
+/// for an engine that is not in this process: a remote one heals by itself.
 pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
     let Some(first) = late.handle() else { return std::future::pending().await };
     let rebuilds_max = config.engine.source.rebuilds_max;
@@ -148,7 +196,10 @@ pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
     drop(first);
     let mut rebuilds: VecDeque<Instant> = VecDeque::new();
     loop {
-        let mut why = broken(late).await;
+        let mut why = match ended(late).await {
+            End::Broken(why) => why,
+            End::Stalled(seen) => return stalled(seen),
+        };
         loop {
             rebuilds.retain(|at| at.elapsed() < REBUILDS_WITHIN);
             if rebuilds.len() >= rebuilds_max as usize {
@@ -174,13 +225,22 @@ pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
     }
 }
 
-async fn broken(late: &LateEngine) -> String {
+async fn ended(late: &LateEngine) -> End {
     loop {
-        if let Some(why) = late.breakdown() {
-            return why;
+        if let Some(end) = late.look(LOOK_EVERY) {
+            return end;
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
+}
+
+fn stalled(seen: Duration) -> Failure {
+    let seen = human::duration(seen);
+    let message = format!(
+        "the engine hangs: it has work and has ended no step for {seen}, {STALLS_MAX} times worker.engine_stall_max"
+    );
+    Failure::new(Exit::EngineBroken, message)
+        .hint("everything finished is kept and the rest goes on at the next start; for a GPU, `dmesg` and `nvidia-smi` tell more")
 }
 
 async fn rebuild(config: &Config, late: &Arc<LateEngine>) -> Result<Started, Failure> {
@@ -196,4 +256,87 @@ fn given_up(why: &str, num_rebuilds: usize) -> Failure {
     };
     Failure::new(Exit::EngineBroken, format!("the engine broke down, {tries}: {why}"))
         .hint("everything finished is kept and the rest goes on at the next start; the log says what broke")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    const STALL_MAX: Duration = Duration::from_secs(2);
+
+    /// Stands as it is told to.
+    #[derive(Debug)]
+    struct Standing(Mutex<EngineStatus>);
+
+    #[async_trait]
+    impl Generate for Standing {
+        async fn submit(&self, _: Vec<Request>, _: OutputSender) -> Result<(), NotAccepting> {
+            Ok(())
+        }
+
+        fn cancel(&self, _: &[RequestId]) {}
+
+        fn status(&self) -> EngineStatus {
+            self.0.lock().expect("no test panics inside").clone()
+        }
+    }
+
+    /// An engine with one request, and what stands in for it.
+    fn busy() -> (Arc<Standing>, Arc<LateEngine>) {
+        let late = LateEngine::new(vec!["tiny".to_owned()], STALL_MAX);
+        let status = EngineStatus { state: EngineState::Ready, num_running: 1, ..late.status() };
+        let engine = Arc::new(Standing(Mutex::new(status)));
+        late.take(Current { generate: engine.clone(), handle: None });
+        (engine, late)
+    }
+
+    /// Looks for this long; the end that was seen.
+    fn look_for(late: &LateEngine, time: Duration) -> Option<End> {
+        let num_looks = time.as_millis() / LOOK_EVERY.as_millis();
+        (0..num_looks).find_map(|_| late.look(LOOK_EVERY))
+    }
+
+    fn is_stalled(late: &LateEngine) -> bool {
+        matches!(late.status().state, EngineState::Stalled(_))
+    }
+
+    #[test]
+    fn engine_that_hangs_is_stalled_and_after_a_few_times_given_up() {
+        let (_, late) = busy();
+        assert!(look_for(&late, STALL_MAX).is_none() && !is_stalled(&late), "it may take that long");
+        assert!(look_for(&late, LOOK_EVERY * 2).is_none());
+        let EngineState::Stalled(why) = late.status().state else { panic!("{:?}", late.status()) };
+        assert!(why.contains("no step has ended for 2s"), "{why}");
+        let end = look_for(&late, STALL_MAX * (STALLS_MAX - 1)).expect("it is given up");
+        let End::Stalled(seen) = end else { panic!("it did not break") };
+        let failure = stalled(seen);
+        assert_eq!(failure.exit, Exit::EngineBroken);
+        assert!(failure.message().contains("no step for 6s, 3 times worker.engine_stall_max"), "{}", failure.message());
+    }
+
+    #[test]
+    fn engine_that_goes_on_or_is_idle_has_not_stalled() {
+        let (engine, late) = busy();
+        assert!(look_for(&late, STALL_MAX * 2).is_none() && is_stalled(&late));
+        engine.0.lock().expect("whole").last_progress += Duration::from_millis(1);
+        assert!(late.look(LOOK_EVERY).is_none() && !is_stalled(&late), "a step has ended");
+        engine.0.lock().expect("whole").num_running = 0;
+        assert!(look_for(&late, STALL_MAX * 5).is_none() && !is_stalled(&late), "it has nothing to do");
+        // An engine that is built anew begins anew.
+        let (_, late) = busy();
+        assert!(look_for(&late, STALL_MAX * 2).is_none() && is_stalled(&late));
+        late.take(late.current().expect("there is one"));
+        assert!(!is_stalled(&late));
+    }
+
+    /// The looks count, not the clock: a process that was stopped finds its engine as it left it.
+    #[test]
+    fn engine_of_a_process_that_was_stopped_has_not_stalled() {
+        let (engine, late) = busy();
+        let long_ago = Instant::now().checked_sub(STALL_MAX * 100).unwrap_or_else(Instant::now);
+        engine.0.lock().expect("whole").last_progress = long_ago;
+        assert!(look_for(&late, STALL_MAX).is_none() && !is_stalled(&late));
+    }
 }

@@ -185,7 +185,7 @@ async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &A
             std::process::exit(Exit::Interrupted as i32);
         }
     };
-    let late = LateEngine::new(engine::served_names(config));
+    let late = LateEngine::new(engine::served_names(config), config.worker.engine_stall_max);
     late.set(&started);
     // The stand-in alone holds the engine, so that a broken one frees its memory.
     drop((started.generate, started.handle));

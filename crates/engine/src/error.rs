@@ -52,6 +52,9 @@ pub enum Error {
         #[source]
         source: overnight_kernels::Error,
     },
+    /// Other programs hold the GPU's memory; how much, and what to do.
+    #[error("the GPU's memory is in use: {0}")]
+    Busy(String),
     /// A step contradicts itself or the memory it names; a fault of the scheduler.
     #[error("malformed step: {0}")]
     Step(String),

@@ -11,6 +11,7 @@ mod buffers;
 mod graphs;
 mod kernels;
 mod layers;
+mod memory;
 mod packing;
 mod sampling;
 mod start;
@@ -35,6 +36,7 @@ use crate::sampler::Sampler;
 use buffers::Buffers;
 use graphs::Graphs;
 use kernels::Kernels;
+use memory::Purpose;
 use packing::Packing;
 use sampling::Sampling;
 use weights::Weights;
@@ -85,6 +87,10 @@ pub struct CudaModel {
     defaults: DeviceDefaults,
     limits: StepLimits,
     enforce_eager: bool,
+    /// What helps when the KV cache does not fit.
+    cache_purpose: Purpose,
+    /// What recording the graphs took of the card.
+    graphs_bytes: u64,
     // Graphs go before the memory and the modules that they name.
     graphs: Graphs,
     weights: Weights,
@@ -233,11 +239,12 @@ impl Forward for CudaModel {
 }
 
 impl CudaModel {
-    /// Where the device memory went, bytes by name.
-    pub fn memory_report(&self) -> Vec<(String, u64)> {
-        let ledger = self.arena.ledger();
-        let regions = ledger.regions().iter().map(|region| (region.name.clone(), region.bytes));
-        regions.chain([("free".to_owned(), ledger.free_bytes())]).collect()
+    /// Where the device memory went, bytes by name: the engine's own regions and what is free of
+    /// its share, the decode graphs, what the driver, the kernels' code and other programs hold,
+    /// and what is free on the card. All together they are the card's memory.
+    pub fn memory_report(&self) -> Result<Vec<(String, u64)>, Error> {
+        let (card_free, total) = self.device.memory_bytes().map_err(during("could not ask the GPU for its memory"))?;
+        Ok(memory::report(self.arena.ledger(), self.graphs_bytes, card_free, total))
     }
 
     /// The device.

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use overnight_kernels::gemm::store::{FORMAT, Identity};
 use overnight_kernels::gemm::{self, Gemm, Shape};
+use overnight_kernels::memory::ALIGNMENT;
 use overnight_kernels::{Arch, Arena, Device, DeviceSlice, Dtype, Error as DeviceError, Modules, Stream};
 
 use crate::Error;
@@ -14,6 +15,7 @@ use crate::config::{DtypeSetting, EngineConfig};
 use crate::cuda::buffers::{Buffers, rope_table};
 use crate::cuda::graphs::{Graphs, buckets};
 use crate::cuda::kernels::Kernels;
+use crate::cuda::memory::{Purpose, amount, arena_bytes, arena_refused, check_room, out_of_memory};
 use crate::cuda::packing::Packing;
 use crate::cuda::sampling::{Sampling, TOP_MAX};
 use crate::cuda::weights::{self, Loader};
@@ -71,7 +73,10 @@ impl CudaModel {
         let dtype = dtype(&device, config);
         let limits = limits(&device, config, model);
         let stream = Stream::new(&device).map_err(during("could not use the GPU"))?;
-        let mut arena = Arena::new(&device, arena_bytes(&device, config)?).map_err(out_of_memory)?;
+        let (free, total) = device.memory_bytes().map_err(during("could not ask the GPU for its memory"))?;
+        let bytes = arena_bytes(free, total, config.gpu_memory_utilization)?;
+        let refused = |source| arena_refused(config.gpu_memory_utilization, source);
+        let mut arena = Arena::new(&device, bytes).map_err(refused)?;
         let properties = device.properties();
         let (major, minor) = properties.compute_capability;
         let detail = format!("{}, compute capability {major}.{minor}, {}", properties.name, dtype.name());
@@ -79,7 +84,8 @@ impl CudaModel {
 
         let modules = Modules::build(&device, dtype, &options.build).map_err(explain_compile)?;
         let kernels = Kernels::load(&modules, &device, model).map_err(during("could not load the kernels"))?;
-        let workspace = arena.take("workspace", gemm::WORKSPACE_BYTES as usize).map_err(out_of_memory)?;
+        let workspace = arena.take("workspace", gemm::WORKSPACE_BYTES as usize);
+        let workspace = workspace.map_err(|source| out_of_memory(arena.ledger().regions(), Purpose::Steps, source))?;
         let gemm = Gemm::open(&device, dtype, workspace, &options.build.paths)
             .map_err(during("could not open the library of matrix products"))?;
         let counts = modules.counts();
@@ -87,15 +93,16 @@ impl CudaModel {
         stages.end("kernels", &detail)?;
 
         let weights_bytes = weights::bytes(model, tied);
+        check_room(arena.ledger(), Purpose::Weights, weights_bytes)?;
         let loader = Loader::new(&device, &mut arena, &stream, &kernels, model, source, (dtype, config.seed))?;
         let weights = loader.load(tied)?;
         stages.end("weights", &format!("{:.2} GB", weights_bytes as f64 / 1e9))?;
 
         let positions = config.max_model_len.unwrap_or(model.max_position).min(model.max_position) as usize;
         let head_rows = weights.head_rows;
-        let buffers = Buffers::new(&mut arena, model, &limits, positions, head_rows).map_err(out_of_memory)?;
-        let packing = Packing::new(&device, &mut arena, &limits).map_err(out_of_memory)?;
-        let sampling = Sampling::new(&device, &mut arena, &limits, head_rows as u32).map_err(out_of_memory)?;
+        let taken = take_work_space(&device, &mut arena, model, &limits, (positions, head_rows));
+        let (buffers, packing, sampling) =
+            taken.map_err(|source| out_of_memory(arena.ledger().regions(), Purpose::Steps, source))?;
         for (rope, &table) in model.ropes.iter().zip(&buffers.ropes) {
             let values = rope_table(rope, model.head_dim, positions);
             stream.upload_now(table, &values).map_err(during("could not copy the rope tables"))?;
@@ -113,22 +120,23 @@ impl CudaModel {
         };
         let block_bytes = shape.kv_bytes_per_token * u64::from(limits.block_size);
         // One block is for padding rows; each layer's two halves are rounded up.
-        let rounding = 2 * model.layers.len() as u64 * overnight_kernels::memory::ALIGNMENT;
+        let rounding = 2 * model.layers.len() as u64 * ALIGNMENT;
         let left = arena.ledger().free_bytes().saturating_sub(block_bytes + rounding);
         let defaults = DeviceDefaults {
             max_num_seqs: Some(limits.num_rows),
             max_num_batched_tokens: Some(limits.num_tokens),
             kv_cache_memory_bytes: Some(left),
         };
-        if left < block_bytes {
-            return Err(no_room_for_cache(&arena));
-        }
+        // A first block for a row, beside the one for padding.
+        check_room(arena.ledger(), Purpose::KvCache(None), 2 * block_bytes + rounding)?;
         Ok(Self {
             config: model.clone(),
             shape,
             defaults,
             limits,
             enforce_eager: config.enforce_eager,
+            cache_purpose: Purpose::kv_cache(config),
+            graphs_bytes: 0,
             graphs: Graphs::default(),
             weights,
             kernels,
@@ -158,13 +166,16 @@ impl CudaModel {
         let heads = self.config.kv_heads * self.config.head_dim;
         let len = (num_blocks as usize + 1) * block_size as usize * heads;
         let mut layers = Vec::with_capacity(self.config.layers.len());
+        let half_bytes = (2 * len as u64).next_multiple_of(ALIGNMENT);
+        check_room(self.arena.ledger(), self.cache_purpose, 2 * self.config.layers.len() as u64 * half_bytes)?;
         for _ in 0..self.config.layers.len() {
-            let mut half = || {
+            let mut half = || -> Result<_, DeviceError> {
                 let half = self.arena.take::<u16>("kv cache", len)?;
                 self.stream.fill_bytes(half, 0)?;
                 Ok(half)
             };
-            layers.push((half().map_err(out_of_memory)?, half().map_err(out_of_memory)?));
+            let failed = during("could not clear the KV cache");
+            layers.push(half().and_then(|k| Ok((k, half()?))).map_err(failed)?);
         }
         self.cache = Some(KvCache { layers, num_blocks });
         self.stream.synchronize().map_err(during("could not clear the KV cache"))?;
@@ -173,16 +184,23 @@ impl CudaModel {
 
         let num_timed = self.tune().map_err(during("could not time the matrix products"))?;
         stages.end("products", &format!("{num_timed} timed"))?;
+        let free_before = self.free_on_card()?;
         if !self.enforce_eager {
             self.record_graphs()?;
             self.stream.synchronize().map_err(during("could not upload the decode graphs"))?;
         }
-        stages.end("graphs", &format!("{} recorded", self.graphs.len()))?;
-        let report = self.memory_report();
-        let report: Vec<_> =
-            report.iter().map(|(name, bytes)| format!("{name} {:.2} GB", *bytes as f64 / 1e9)).collect();
+        // Of another program's memory that went meanwhile this knows nothing.
+        self.graphs_bytes = free_before.saturating_sub(self.free_on_card()?);
+        stages.end("graphs", &format!("{} recorded, {}", self.graphs.len(), amount(self.graphs_bytes)))?;
+        let report = self.memory_report()?;
+        let report: Vec<_> = report.iter().map(|(name, bytes)| format!("{name} {}", amount(*bytes))).collect();
         tracing::info!(stage = "ready", "start: ready; memory: {}", report.join(", "));
         Ok(())
+    }
+
+    fn free_on_card(&self) -> Result<u64, Error> {
+        let (free, _) = self.device.memory_bytes().map_err(during("could not ask the GPU for its memory"))?;
+        Ok(free)
     }
 
     /// Finds algorithms for all products of decode steps and of full steps; those of an earlier
@@ -317,36 +335,17 @@ fn limits(device: &Device, config: &EngineConfig, model: &ModelConfig) -> StepLi
     }
 }
 
-/// The share of the memory that the settings give, less what is in use already.
-fn arena_bytes(device: &Device, config: &EngineConfig) -> Result<u64, Error> {
-    let (free, total) = device.memory_bytes().map_err(during("could not ask the GPU for its memory"))?;
-    let share = (total as f64 * config.gpu_memory_utilization) as u64;
-    let used = total - free;
-    if share <= used + (1 << 28) {
-        let what = format!(
-            "{} of {total} bytes are {share}, and {used} are in use by other programs: raise it, or end them",
-            config.gpu_memory_utilization
-        );
-        return Err(Error::Config { key: "gpu_memory_utilization", what });
-    }
-    Ok((share - used) / overnight_kernels::memory::ALIGNMENT * overnight_kernels::memory::ALIGNMENT)
-}
-
-fn out_of_memory(source: DeviceError) -> Error {
-    let stage = "the GPU has not enough memory: raise gpu_memory_utilization, or lower max_num_batched_tokens, then \
-                 max_num_seqs, then max_model_len";
-    Error::Device { stage: stage.to_owned(), source }
-}
-
-fn no_room_for_cache(arena: &Arena) -> Error {
-    let ledger = arena.ledger();
-    let source = DeviceError::OutOfMemory {
-        what: "the KV cache".to_owned(),
-        asked_bytes: 0,
-        free_bytes: ledger.free_bytes(),
-        total_bytes: ledger.free_bytes() + ledger.regions().iter().map(|region| region.bytes).sum::<u64>(),
-    };
-    out_of_memory(source)
+/// Everything that steps write besides the KV cache.
+fn take_work_space(
+    device: &Device,
+    arena: &mut Arena,
+    model: &ModelConfig,
+    limits: &StepLimits,
+    (positions, head_rows): (usize, usize),
+) -> Result<(Buffers, Packing, Sampling), DeviceError> {
+    let buffers = Buffers::new(arena, model, limits, positions, head_rows)?;
+    let packing = Packing::new(device, arena, limits)?;
+    Ok((buffers, packing, Sampling::new(device, arena, limits, head_rows as u32)?))
 }
 
 /// A compiler's log belongs to the log of the engine.

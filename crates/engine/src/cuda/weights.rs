@@ -11,6 +11,7 @@ use crate::Error;
 use crate::cpu::packed::Packed;
 use crate::cuda::during;
 use crate::cuda::kernels::Kernels;
+use crate::cuda::memory::{Purpose, out_of_memory};
 use crate::load::assemble::{Format, RawTensor, Role, Source, embedding_scale};
 use crate::model::config::ModelConfig;
 
@@ -164,7 +165,8 @@ impl<'a, 's> Loader<'a, 's> {
     }
 
     fn take(&mut self, len: usize) -> Result<Half, Error> {
-        self.arena.take("weights", len).map_err(during("the weights do not fit"))
+        let taken = self.arena.take("weights", len);
+        taken.map_err(|source| out_of_memory(self.arena.ledger().regions(), Purpose::Weights, source))
     }
 
     /// Embedding or head, with rows of zeros up to `head_rows`.

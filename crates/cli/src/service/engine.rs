@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use overnight_engine::cuda::{BuildOptions, DeviceOptions, KernelCache, SearchPaths, SourceFolder, find_parts};
+use overnight_engine::cuda::{BuildOptions, DeviceOptions, KernelCache, Parts, SearchPaths, SourceFolder, find_parts};
 use overnight_engine::load::{LoadFormat, ModelSource, load_forward_on, load_on};
 use overnight_engine::text::Text;
 use overnight_engine::{DeviceKind, Engine, EngineConfig, EngineHandle};
@@ -51,6 +51,8 @@ pub(crate) struct Started {
     pub(crate) producer: String,
     /// The local engine, for its counters.
     pub(crate) handle: Option<EngineHandle>,
+    /// Where the local engine computes.
+    pub(crate) device: Option<DeviceKind>,
 }
 
 /// Checks before anything is opened that there is an engine to start: the model is
@@ -70,12 +72,19 @@ fn check_device(config: &Config) -> Result {
     if config.engine.local.device != DeviceKind::Cuda {
         return Ok(());
     }
-    match find_parts(&device_options()).device {
-        Ok(_) => Ok(()),
-        Err(err) => Err(Failure::usage(format!("engine.device = \"cuda\", but there is no GPU to run on: {err}"))
+    refuse_missing(find_parts(&device_options()))
+}
+
+fn refuse_missing(parts: Parts) -> Result {
+    let refused = |what: &str, err: &dyn std::fmt::Display| {
+        Failure::usage(format!("engine.device = \"cuda\", but there is {what}: {err}"))
             .code("no_gpu")
-            .hint("`batch doctor` says what is missing; --device cpu runs on the CPU")),
-    }
+            .hint("`batch doctor` says what is missing; --device cpu runs on the CPU")
+    };
+    parts.device.map_err(|err| refused("no GPU to run on", &err))?;
+    parts.nvrtc.map_err(|err| refused("nothing to compile its kernels with", &err))?;
+    parts.cublaslt.map_err(|err| refused("no library for its matrix products", &err))?;
+    Ok(())
 }
 
 /// Refuses a seed that nothing would use: only dummy weights are drawn from it.
@@ -128,6 +137,7 @@ pub(crate) fn start(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
             mapper: Mapper::remote(None),
             producer: producer("instant engine"),
             handle: None,
+            device: None,
         }),
     }
 }
@@ -144,7 +154,7 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
         move |err: overnight_engine::Error| Failure::from_error(&doing, &err).code("model_not_loaded")
     };
     let loaded = load_on(&source, &config.engine.local, &device_options()).map_err(fail("load the model"))?;
-    let device = loaded.device;
+    let (device, device_kind) = (loaded.device, loaded.device_kind);
     stage("starting the engine");
     let vocab_size = loaded.forward.shape().vocab_size;
     let architecture = loaded.forward.shape().architecture.clone();
@@ -169,6 +179,7 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
         producer: producer(&format!("{architecture} {} on {device}", found.name)),
         generate: Arc::new(LocalEngine::new(handle.clone(), names)),
         handle: Some(handle),
+        device: Some(device_kind),
     })
 }
 
@@ -223,6 +234,7 @@ fn start_remote(config: &Config) -> Result<Started> {
         mapper: Mapper::remote(names),
         producer: producer(&format!("remote engine at {}", source.base_urls.join(", "))),
         handle: None,
+        device: None,
     })
 }
 
@@ -236,4 +248,43 @@ fn remote_key(config: &Config) -> Result<Option<String>> {
         Failure::new(Exit::Usage, format!("could not read engine.api_key_file {}: {err}", path.display()))
     })?;
     Ok(Some(text.trim().to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use overnight_engine::cuda::DeviceProperties;
+
+    use super::*;
+
+    /// A machine with a GPU and with those of its libraries.
+    fn parts(has_nvrtc: bool, has_cublaslt: bool) -> Parts {
+        let missing = |library| overnight_kernels::Error::Library { library, what: "tried nothing".to_owned() };
+        let found = || ("13.0".to_owned(), "/usr/lib/it.so".into());
+        let properties = DeviceProperties {
+            name: "a card".to_owned(),
+            uuid: String::new(),
+            compute_capability: (9, 0),
+            num_sms: 1,
+            memory_bytes: 0,
+            shared_bytes_max: 0,
+            l2_bytes: 0,
+            memory_clock_khz: 0,
+            memory_bus_bits: 0,
+            driver_version: 13_000,
+        };
+        Parts {
+            device: Ok(properties),
+            nvrtc: if has_nvrtc { Ok(found()) } else { Err(missing("libnvrtc.so.13")) },
+            cublaslt: if has_cublaslt { Ok(found()) } else { Err(missing("libcublasLt.so.13")) },
+        }
+    }
+
+    #[test]
+    fn a_gpu_without_its_libraries_is_refused_before_anything_listens() {
+        refuse_missing(parts(true, true)).expect("it is whole");
+        for (parts, library) in [(parts(false, true), "libnvrtc.so.13"), (parts(true, false), "libcublasLt.so.13")] {
+            let text = refuse_missing(parts).expect_err("a library is missing").to_text(false);
+            assert!(text.contains(library) && text.contains("--device cpu"), "{text}");
+        }
+    }
 }

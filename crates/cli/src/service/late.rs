@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use overnight_engine::{EngineHandle, RequestId};
+use overnight_engine::{DeviceKind, EngineHandle, RequestId};
 use overnight_worker::generate::{EngineState, EngineStatus, Generate, NotAccepting, OutputSender, Request};
 
 use super::engine::{self, Started};
@@ -72,6 +72,8 @@ impl Stall {
 struct Current {
     generate: Arc<dyn Generate>,
     handle: Option<EngineHandle>,
+    /// Where the local engine computes.
+    device: Option<DeviceKind>,
 }
 
 impl LateEngine {
@@ -90,7 +92,8 @@ impl LateEngine {
 
     /// From here on this engine answers.
     pub(crate) fn set(&self, started: &Started) {
-        self.take(Current { generate: started.generate.clone(), handle: started.handle.clone() });
+        let (generate, handle) = (started.generate.clone(), started.handle.clone());
+        self.take(Current { generate, handle, device: started.device });
     }
 
     fn take(&self, current: Current) {
@@ -188,11 +191,11 @@ enum End {
 /// given up, or the engine has stalled for [`STALLS_MAX`] times the time allowed. Does nothing
 /// for an engine that is not in this process: a remote one heals by itself.
 pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
-    let Some(first) = late.handle() else { return std::future::pending().await };
+    let Some(Current { handle: Some(first), device, .. }) = late.current() else {
+        return std::future::pending().await;
+    };
     let rebuilds_max = config.engine.source.rebuilds_max;
-    let mut config = config.clone();
-    // Bodies are prepared for this length: the next engine must hold it too.
-    config.engine.local.max_model_len = Some(first.limits().max_model_len);
+    let config = for_the_next(config, first.limits().max_model_len, device);
     drop(first);
     let mut rebuilds: VecDeque<Instant> = VecDeque::new();
     loop {
@@ -223,6 +226,16 @@ pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
             }
         }
     }
+}
+
+/// The settings of an engine that takes the place of the first one.
+fn for_the_next(config: &Config, max_model_len: u32, device: Option<DeviceKind>) -> Config {
+    let mut config = config.clone();
+    // Bodies are prepared for this length: the next engine must hold it too.
+    config.engine.local.max_model_len = Some(max_model_len);
+    // `auto` must not take a GPU that has failed for none, and go on a hundred times slower.
+    config.engine.local.device = device.unwrap_or(config.engine.local.device);
+    config
 }
 
 async fn ended(late: &LateEngine) -> End {
@@ -288,7 +301,7 @@ mod tests {
         let late = LateEngine::new(vec!["tiny".to_owned()], STALL_MAX);
         let status = EngineStatus { state: EngineState::Ready, num_running: 1, ..late.status() };
         let engine = Arc::new(Standing(Mutex::new(status)));
-        late.take(Current { generate: engine.clone(), handle: None });
+        late.take(Current { generate: engine.clone(), handle: None, device: None });
         (engine, late)
     }
 
@@ -329,6 +342,16 @@ mod tests {
         assert!(look_for(&late, STALL_MAX * 2).is_none() && is_stalled(&late));
         late.take(late.current().expect("there is one"));
         assert!(!is_stalled(&late));
+    }
+
+    #[test]
+    fn next_engine_computes_where_the_first_one_did() {
+        let config = Config::default();
+        assert_eq!(config.engine.local.device, DeviceKind::Auto);
+        for device in [DeviceKind::Cpu, DeviceKind::Cuda] {
+            let next = for_the_next(&config, 512, Some(device)).engine.local;
+            assert_eq!((next.device, next.max_model_len), (device, Some(512)));
+        }
     }
 
     /// The looks count, not the clock: a process that was stopped finds its engine as it left it.

@@ -74,6 +74,8 @@ pub struct Loaded {
     pub text: Arc<Text>,
     /// Where it computes, for people: `the CPU`, `NVIDIA H200`.
     pub device: String,
+    /// The same for a setting: what `auto` has come to.
+    pub device_kind: DeviceKind,
 }
 
 impl std::fmt::Debug for Loaded {
@@ -96,23 +98,27 @@ pub fn load(source: &ModelSource, config: &EngineConfig) -> Result<Loaded, Error
     // Heads are often padded; ids beyond the tokenizer's are no tokens.
     let vocab_size = text.vocab_size();
     let forward = Box::new(model.into_cpu(vocab_size, config)?);
-    Ok(Loaded { forward, text: Arc::new(text), device: "the CPU".to_owned() })
+    Ok(Loaded { forward, text: Arc::new(text), device: "the CPU".to_owned(), device_kind: DeviceKind::Cpu })
 }
 
 /// Loads a model onto the device that `config.device` names, with its tokenizer. `auto` takes the
-/// GPU when one is usable and logs why not when none is. Errors as [`load`], and with
-/// [`Error::Device`] when the GPU was asked for or fails while it is filled.
+/// GPU when one is usable, with its libraries and free memory, and logs why not when none is.
+/// Errors as [`load`], and when the GPU was asked for or fails while it is filled with
+/// [`Error::Device`] or [`Error::Busy`].
 pub fn load_on(source: &ModelSource, config: &EngineConfig, options: &DeviceOptions) -> Result<Loaded, Error> {
-    let Some(device) = choose_device(config, options)? else { return load(source, config) };
     let path = source.path.as_path();
     let failed = |source| Error::Text { path: path.to_owned(), source };
-    let text = match kind(source)? {
-        Kind::Folder | Kind::Dummy => Text::from_dir(path).map_err(failed)?,
-        Kind::Gguf => Text::from_gguf(&open_gguf(path)?).map_err(failed)?,
-    };
-    let name = device.properties().name.clone();
-    let forward = Box::new(load_cuda(source, config, options, device, text.vocab_size())?);
-    Ok(Loaded { forward, text: Arc::new(text), device: name })
+    let open = || crate::cuda::open(options);
+    let loaded = on_gpu(config.device, open, |device| {
+        let text = match kind(source)? {
+            Kind::Folder | Kind::Dummy => Text::from_dir(path).map_err(failed)?,
+            Kind::Gguf => Text::from_gguf(&open_gguf(path)?).map_err(failed)?,
+        };
+        let name = device.properties().name.clone();
+        let forward = Box::new(load_cuda(source, config, options, device, text.vocab_size())?);
+        Ok(Loaded { forward, text: Arc::new(text), device: name, device_kind: DeviceKind::Cuda })
+    })?;
+    loaded.map_or_else(|| load(source, config), Ok)
 }
 
 /// Loads the weights alone, as [`load_on`], and names the device. Every row of the head counts as
@@ -122,28 +128,61 @@ pub fn load_forward_on(
     config: &EngineConfig,
     options: &DeviceOptions,
 ) -> Result<(Box<dyn Forward>, String), Error> {
-    match choose_device(config, options)? {
-        None => Ok((load_forward(source, config)?, "the CPU".to_owned())),
-        Some(device) => {
+    let loaded = on_gpu(
+        config.device,
+        || crate::cuda::open(options),
+        |device| {
             let name = device.properties().name.clone();
-            Ok((Box::new(load_cuda(source, config, options, device, u32::MAX)?), name))
+            let forward: Box<dyn Forward> = Box::new(load_cuda(source, config, options, device, u32::MAX)?);
+            Ok((forward, name))
+        },
+    )?;
+    loaded.map_or_else(|| Ok((load_forward(source, config)?, "the CPU".to_owned())), Ok)
+}
+
+/// What `load` gives on the GPU, or `None` for the CPU: when that is asked for, and under `auto`
+/// when there is no GPU, no library for it, or no memory on it that others leave.
+fn on_gpu<D, T>(
+    kind: DeviceKind,
+    open: impl FnOnce() -> Result<D, Error>,
+    load: impl FnOnce(D) -> Result<T, Error>,
+) -> Result<Option<T>, Error> {
+    if kind == DeviceKind::Cpu {
+        return Ok(None);
+    }
+    let is_auto = kind == DeviceKind::Auto;
+    let device = match open() {
+        Ok(device) => device,
+        Err(Error::Device { source, .. }) if is_auto => {
+            tracing::info!("computing on the CPU: {source}");
+            return Ok(None);
         }
+        Err(error) => return Err(name_the_cpu(error)),
+    };
+    match load(device) {
+        Ok(loaded) => Ok(Some(loaded)),
+        Err(error) if is_auto && is_unusable(&error) => {
+            let source = std::error::Error::source(&error).map(|source| format!(": {source}")).unwrap_or_default();
+            tracing::warn!("there is a GPU, and the engine computes on the CPU all the same: {error}{source}");
+            Ok(None)
+        }
+        Err(error) => Err(name_the_cpu(error)),
     }
 }
 
-/// The GPU, or `None` for the CPU.
-fn choose_device(config: &EngineConfig, options: &DeviceOptions) -> Result<Option<overnight_kernels::Device>, Error> {
-    match config.device {
-        DeviceKind::Cpu => Ok(None),
-        DeviceKind::Cuda => crate::cuda::open(options).map(Some),
-        DeviceKind::Auto => match crate::cuda::open(options) {
-            Ok(device) => Ok(Some(device)),
-            Err(Error::Device { source, .. }) => {
-                tracing::info!("computing on the CPU: {source}");
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        },
+/// Whether the GPU cannot be used at all, whatever the model: a library is missing, or others
+/// hold its memory.
+fn is_unusable(error: &Error) -> bool {
+    matches!(error, Error::Busy(_) | Error::Device { source: overnight_kernels::Error::Library { .. }, .. })
+}
+
+/// Says how to do without the GPU, where nothing else does.
+fn name_the_cpu(error: Error) -> Error {
+    match error {
+        Error::Device { stage, source: source @ overnight_kernels::Error::Library { .. } } => {
+            Error::Device { stage: format!("{stage} (--device cpu does without a GPU)"), source }
+        }
+        error => error,
     }
 }
 

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::Error;
-use crate::config::EngineConfig;
-use crate::load::{LoadFormat, ModelSource, load_cpu};
+use crate::config::{DeviceKind, EngineConfig};
+use crate::load::{LoadFormat, ModelSource, load_cpu, on_gpu};
 use crate::model::Forward;
 use crate::tiny_model::{TinyArch, TinyModel, safetensors_bytes};
 
@@ -168,4 +168,45 @@ fn dummy_weights_need_only_the_configuration() {
     std::fs::remove_file(folder.path().join("model.safetensors")).expect("remove");
     attempt_as(folder.path(), LoadFormat::Dummy).expect("random weights");
     refused(folder.path(), &["no *.safetensors"]);
+}
+
+/// A library that a start on a GPU needs and that is not there.
+fn missing_library() -> Error {
+    let what = "tried nothing: install it".to_owned();
+    let source = overnight_kernels::Error::Library { library: "libnvrtc.so.13", what };
+    Error::Device { stage: "could not build the kernels".to_owned(), source }
+}
+
+fn lost_device() -> Error {
+    let what = "launch".to_owned();
+    let source = overnight_kernels::Error::Driver { what, status: "gone".to_owned(), is_sticky: true };
+    Error::Device { stage: "could not fill weights".to_owned(), source }
+}
+
+#[test]
+fn auto_takes_the_cpu_when_the_gpu_cannot_be_used_and_only_then() {
+    let busy = || Error::Busy("all of it".to_owned());
+    let auto = |load: fn() -> Result<u32, Error>| on_gpu(DeviceKind::Auto, || Ok(()), |()| load());
+    assert_eq!(auto(|| Ok(7)).expect("a usable GPU"), Some(7));
+    let none = on_gpu(DeviceKind::Auto, || Err::<(), _>(missing_library()), |()| Ok(7));
+    assert_eq!(none.expect("no driver is no failure"), None);
+    assert_eq!(auto(|| Err(missing_library())).expect("no NVRTC is none either"), None);
+    let held = on_gpu(DeviceKind::Auto, || Ok(()), |()| Err::<u32, _>(busy()));
+    assert_eq!(held.expect("nor is memory that others hold"), None);
+    // A GPU that fails, and a model that is wrong, are not hidden behind a slower device.
+    auto(|| Err(lost_device())).expect_err("the device failed");
+    auto(|| Err(Error::Unsupported("head_dim 96".to_owned()))).expect_err("the model does not fit the kernels");
+    let cpu = on_gpu(DeviceKind::Cpu, || -> Result<(), _> { panic!("it is not looked for") }, |()| Ok(7));
+    assert_eq!(cpu.expect("asked for"), None);
+}
+
+#[test]
+fn a_gpu_that_was_asked_for_fails_and_the_words_name_the_cpu() {
+    let words = |error: Error| error.to_string();
+    let cuda = |load: fn() -> Result<u32, Error>| on_gpu(DeviceKind::Cuda, || Ok(()), |()| load()).map_err(words);
+    let no_library = cuda(|| Err(missing_library())).expect_err("asked for");
+    assert!(no_library.contains("could not build the kernels") && no_library.contains("--device cpu"), "{no_library}");
+    let no_driver = on_gpu(DeviceKind::Cuda, || Err::<(), _>(missing_library()), |()| Ok(7)).map_err(words);
+    assert!(no_driver.expect_err("asked for").contains("--device cpu"));
+    assert_eq!(cuda(|| Err(lost_device())), Err("could not fill weights".to_owned()), "no missing library");
 }

@@ -64,10 +64,7 @@ impl Limits {
         });
         let max_num_batched_tokens =
             config.max_num_batched_tokens.unwrap_or(DEFAULT_MAX_NUM_BATCHED_TOKENS).max(max_num_seqs);
-        if let Some(len) = config.max_model_len.filter(|&len| len > shape.max_position) {
-            let what = format!("{len} is above the {} positions the model was made for; lower it", shape.max_position);
-            return Err(Error::Config { key: "max_model_len", what });
-        }
+        check_model_len(config, shape.max_position)?;
         let model_len = config.max_model_len.unwrap_or(shape.max_position);
         let num_blocks = num_blocks(shape, config, model_len, max_num_seqs, free_memory_bytes)?;
         let pool_tokens = u64::from(num_blocks) * u64::from(config.block_size);
@@ -188,6 +185,17 @@ impl Limits {
                 let message = format!("{param} has token id {id}; the vocabulary has {} ids", self.vocab_size);
                 refuse("invalid_token_id", param, message)
             }
+        }
+    }
+}
+
+/// Refuses a length that the model was not made for. Loading looks before the weights are read.
+pub(crate) fn check_model_len(config: &EngineConfig, max_position: u32) -> Result<(), Error> {
+    match config.max_model_len.filter(|&len| len > max_position) {
+        None => Ok(()),
+        Some(len) => {
+            let what = format!("{len} is above the {max_position} positions the model was made for; lower it");
+            Err(Error::Config { key: "max_model_len", what })
         }
     }
 }

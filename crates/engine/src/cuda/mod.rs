@@ -14,6 +14,7 @@ mod layers;
 mod memory;
 mod packing;
 mod sampling;
+mod settings;
 mod start;
 #[cfg(test)]
 mod tests;

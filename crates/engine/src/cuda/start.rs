@@ -8,30 +8,22 @@ use std::time::Instant;
 use overnight_kernels::gemm::store::{FORMAT, Identity};
 use overnight_kernels::gemm::{self, Gemm, Shape};
 use overnight_kernels::memory::ALIGNMENT;
-use overnight_kernels::{Arch, Arena, Device, DeviceSlice, Dtype, Error as DeviceError, Modules, Stream};
+use overnight_kernels::{Arena, Device, DeviceSlice, Error as DeviceError, Modules, Stream};
 
 use crate::Error;
-use crate::config::{DtypeSetting, EngineConfig};
+use crate::config::EngineConfig;
 use crate::cuda::buffers::{Buffers, rope_table};
 use crate::cuda::graphs::{Graphs, buckets};
 use crate::cuda::kernels::Kernels;
 use crate::cuda::memory::{Purpose, amount, arena_bytes, arena_refused, check_room, out_of_memory};
 use crate::cuda::packing::Packing;
-use crate::cuda::sampling::{Sampling, TOP_MAX};
+use crate::cuda::sampling::Sampling;
+use crate::cuda::settings::{dtype, limits, refuse_unbuilt};
 use crate::cuda::weights::{self, Loader};
 use crate::cuda::{CudaModel, DeviceOptions, KvCache, StepLimits, during};
 use crate::load::assemble::Source;
 use crate::model::config::ModelConfig;
 use crate::model::{DeviceDefaults, ModelShape};
-
-/// Rows of a decode step, where no setting says.
-const MAX_NUM_SEQS: u32 = 1024;
-/// Rows of logits at once.
-const LOGITS_ROWS_MAX: u32 = 1024;
-/// Tokens of a step, where no setting says, and on cards with this much memory.
-const MAX_NUM_BATCHED_TOKENS: u32 = 8192;
-const LARGE_MAX_NUM_BATCHED_TOKENS: u32 = 16_384;
-const LARGE_MEMORY: u64 = 70_000_000_000;
 
 /// Logs the stages.
 struct Stages {
@@ -69,8 +61,8 @@ impl CudaModel {
     ) -> Result<Self, Error> {
         let mut stages = Stages { device: device.clone(), begun: Instant::now() };
         device.bind().map_err(during("could not use the GPU"))?;
-        refuse_unbuilt(model, config)?;
         let dtype = dtype(&device, config);
+        refuse_unbuilt(model, config, dtype)?;
         let limits = limits(&device, config, model);
         let stream = Stream::new(&device).map_err(during("could not use the GPU"))?;
         let (free, total) = device.memory_bytes().map_err(during("could not ask the GPU for its memory"))?;
@@ -283,58 +275,6 @@ impl CudaModel {
 
 type Operands = (DeviceSlice<u16>, DeviceSlice<u16>, Vec<DeviceSlice<u16>>);
 
-/// What the kernels cannot do yet, by name.
-fn refuse_unbuilt(model: &ModelConfig, config: &EngineConfig) -> Result<(), Error> {
-    if ![64, 128, 256].contains(&model.head_dim) {
-        let dim = model.head_dim;
-        return Err(Error::Unsupported(format!(
-            "head_dim {dim} on a GPU; 64, 128 and 256 are built: use --device cpu"
-        )));
-    }
-    if config.block_size < 16 {
-        let what = format!("{} is below 16, the least on a GPU", config.block_size);
-        return Err(Error::Config { key: "block_size", what });
-    }
-    if config.max_logprobs > TOP_MAX {
-        let what = format!("{} is above {TOP_MAX}, the most on a GPU", config.max_logprobs);
-        return Err(Error::Config { key: "max_logprobs", what });
-    }
-    Ok(())
-}
-
-fn dtype(device: &Device, config: &EngineConfig) -> Dtype {
-    let dtype = choose_dtype(config.dtype, device.arch());
-    if config.dtype == DtypeSetting::Auto && dtype == Dtype::F16 {
-        let name = &device.properties().name;
-        tracing::warn!("{name} does not compute with bfloat16: weights and KV cache are float16");
-    }
-    dtype
-}
-
-/// bfloat16 that was asked for stays; a card without it refuses it when kernels are built.
-fn choose_dtype(setting: DtypeSetting, arch: Arch) -> Dtype {
-    match setting {
-        DtypeSetting::Bfloat16 => Dtype::Bf16,
-        DtypeSetting::Float16 => Dtype::F16,
-        DtypeSetting::Auto if arch.has_bf16() => Dtype::Bf16,
-        DtypeSetting::Auto => Dtype::F16,
-    }
-}
-
-fn limits(device: &Device, config: &EngineConfig, model: &ModelConfig) -> StepLimits {
-    let large = device.properties().memory_bytes >= LARGE_MEMORY;
-    let num_rows = config.max_num_seqs.unwrap_or(MAX_NUM_SEQS.min(config.max_num_batched_tokens.unwrap_or(u32::MAX)));
-    let tokens = if large { LARGE_MAX_NUM_BATCHED_TOKENS } else { MAX_NUM_BATCHED_TOKENS };
-    let longest = config.max_model_len.unwrap_or(model.max_position).min(model.max_position);
-    StepLimits {
-        num_rows,
-        num_tokens: config.max_num_batched_tokens.unwrap_or(tokens).max(num_rows),
-        block_size: config.block_size,
-        blocks_per_row: longest.div_ceil(config.block_size).next_multiple_of(4),
-        logits_rows: num_rows.min(LOGITS_ROWS_MAX),
-    }
-}
-
 /// Everything that steps write besides the KV cache.
 fn take_work_space(
     device: &Device,
@@ -354,19 +294,4 @@ fn explain_compile(source: DeviceError) -> Error {
         tracing::error!("the compiler says:\n{log}");
     }
     during("could not build the kernels")(source)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    // Field report 58.
-    #[test]
-    fn cards_without_bfloat16_take_float16_unless_told_otherwise() {
-        let (old, new) = (Arch::of((7, 5)), Arch::of((9, 0)));
-        assert_eq!(choose_dtype(DtypeSetting::Auto, old), Dtype::F16);
-        assert_eq!(choose_dtype(DtypeSetting::Auto, new), Dtype::Bf16);
-        assert_eq!(choose_dtype(DtypeSetting::Float16, new), Dtype::F16);
-        assert_eq!(choose_dtype(DtypeSetting::Bfloat16, old), Dtype::Bf16, "refused by name later, not changed");
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{config, has_gpu, model_on_gpu, tiny};
+use super::{config, dtypes, has_gpu, model_on_gpu, tiny};
 use crate::config::{DtypeSetting, EngineConfig};
 use crate::cuda::CudaModel;
 use crate::door::Limits;
@@ -150,6 +150,7 @@ fn preempted_sequences_end_as_those_that_had_room() {
     let tight = EngineConfig { num_gpu_blocks_override: Some(60), ..roomy.clone() };
     for arch in [TinyArch::Qwen3, TinyArch::Gemma3] {
         let tiny = tiny(arch, 64);
+        let config = EngineConfig { dtype: dtypes(arch)[0], ..config.clone() };
         let (want, none) = run(Box::new(model_on_gpu(&tiny, &roomy)), &roomy, &requests, None);
         let (got, num_preemptions) = run(Box::new(model_on_gpu(&tiny, &tight)), &tight, &requests, Some(1));
         assert!(none == 0 && num_preemptions > 0, "{arch:?}: {none} and {num_preemptions} preemptions");

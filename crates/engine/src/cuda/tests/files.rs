@@ -1,6 +1,8 @@
 //! Weights from every form of file, and contexts of many chunks.
 
-use super::{BLOCK, NUM_BLOCKS, config, file_model_on_gpu, file_on_cpu, has_gpu, on_cpu, on_gpu, tiny, tolerance};
+use super::{
+    BLOCK, NUM_BLOCKS, config, dtypes, file_model_on_gpu, file_on_cpu, has_gpu, on_cpu, on_gpu, tiny, tolerance,
+};
 use crate::config::{DtypeSetting, EngineConfig};
 use crate::model_bed::{ModelBed, distance, ids};
 use crate::tiny_gguf::{Stored, gguf_bytes};
@@ -34,7 +36,7 @@ fn sharded_folder_computes_what_the_single_file_does() {
     }
     let prompt = ids(120, 5);
     for arch in [TinyArch::Llama, TinyArch::Qwen3, TinyArch::Gemma3] {
-        let (tiny, config) = (tiny(arch, 128), config(DtypeSetting::Float16));
+        let (tiny, config) = (tiny(arch, 128), config(dtypes(arch)[0]));
         let whole = on_gpu(&tiny, &config).all_logits(&prompt, 120);
         let folder = tempfile::tempdir().expect("temporary folder");
         tiny.write_sharded(folder.path()).expect("write");

@@ -54,6 +54,14 @@ fn tiny(arch: TinyArch, head_dim: usize) -> TinyModel {
     TinyModel { head_dim, rounded: true, ..TinyModel::new(arch) }
 }
 
+/// The types that an architecture computes in on a GPU, the finest first.
+fn dtypes(arch: TinyArch) -> &'static [DtypeSetting] {
+    match arch {
+        TinyArch::Gemma3 => &[DtypeSetting::Bfloat16],
+        TinyArch::Llama | TinyArch::Qwen3 => &[DtypeSetting::Float16, DtypeSetting::Bfloat16],
+    }
+}
+
 fn config(dtype: DtypeSetting) -> EngineConfig {
     EngineConfig {
         dtype,
@@ -119,7 +127,7 @@ fn every_architecture_computes_what_the_oracle_does() {
         for head_dim in [64, 128, 256] {
             // Over all cases: of one, the 99th percentile of 200 positions is the second largest.
             let mut all_regrets = Vec::new();
-            for (name, case) in golden_cases() {
+            for (name, case) in golden_cases().into_iter().filter(|(_, case)| dtypes(case.arch).contains(&dtype)) {
                 let case = TinyModel { head_dim, rounded: true, ..case };
                 let config = config(dtype);
                 let (mut gpu, mut cpu) = (on_gpu(&case, &config), on_cpu(&case, &config));

@@ -253,6 +253,12 @@ fn refuse(code: &'static str, param: &'static str, message: String) -> Result<()
     Err(RequestError { transient: false, code, param: Some(param), message })
 }
 
+/// Slots are numbered as the kernels read them: i32, of which a negative one is padding and stores
+/// nothing. One block more is the device's own.
+fn blocks_max(block_size: u32) -> u32 {
+    i32::MAX as u32 / block_size - 1
+}
+
 /// Blocks of the KV cache: the override, or what the memory setting holds, or a quarter
 /// of free memory; never more than `max_num_seqs` sequences of full length need.
 fn num_blocks(
@@ -269,6 +275,14 @@ fn num_blocks(
             let what = "0 leaves no room for a token; use 1 or more".to_owned();
             return Err(Error::Config { key: "num_gpu_blocks_override", what });
         }
+        let most = blocks_max(config.block_size);
+        if num_blocks > most {
+            let what = format!(
+                "{num_blocks} is above {most}, the most that slots of {} can be numbered in",
+                config.block_size
+            );
+            return Err(Error::Config { key: "num_gpu_blocks_override", what });
+        }
         return Ok(num_blocks);
     }
     let bytes =
@@ -280,7 +294,6 @@ fn num_blocks(
         let what = format!("{bytes} bytes hold no block; one block takes {block_bytes} bytes: raise it");
         return Err(Error::Config { key: "kv_cache_memory_bytes", what });
     }
-    // Slots are u32: block * block_size + offset.
-    let slots_max = u64::from(u32::MAX / config.block_size);
-    Ok(u32::try_from(num_blocks.min(slots_max)).expect("bounded by slots_max"))
+    let blocks_max = blocks_max(config.block_size);
+    Ok(u32::try_from(num_blocks.min(u64::from(blocks_max))).expect("bounded by blocks_max"))
 }

@@ -158,3 +158,27 @@ fn settings_that_cannot_work_stop_the_start_by_key() {
     assert_eq!(key(resolve(100, |_| {}, 100)), "kv_cache_memory_bytes");
     assert_eq!(key(resolve(100, |config| config.block_size = 12, 1 << 30)), "block_size");
 }
+
+/// Kernels take a slot as i32 and store nothing at a negative one.
+#[test]
+fn no_pool_has_slots_that_a_kernel_would_take_for_padding() {
+    for block_size in [8, 64, 256] {
+        let most = i32::MAX as u32 / block_size - 1;
+        let with = |num_blocks| {
+            let change = |config: &mut EngineConfig| {
+                config.block_size = block_size;
+                config.num_gpu_blocks_override = Some(num_blocks);
+            };
+            resolve(100, change, 1 << 30)
+        };
+        assert_eq!(with(most).expect("room").num_blocks, most);
+        let error = with(most + 1).expect_err("one block too many").to_string();
+        assert!(error.contains("num_gpu_blocks_override") && error.contains(&most.to_string()), "{error}");
+        let endless = |config: &mut EngineConfig| {
+            config.block_size = block_size;
+            config.max_num_seqs = Some(4096);
+            config.kv_cache_memory_bytes = Some(u64::MAX);
+        };
+        assert_eq!(resolve(u32::MAX, endless, 0).expect("cut to what can be numbered").num_blocks, most);
+    }
+}

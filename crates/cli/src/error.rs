@@ -180,6 +180,11 @@ impl Failure {
         self
     }
 
+    /// What to do, where somebody said so.
+    pub(crate) fn remedy(&self) -> Option<&str> {
+        self.said.hint.as_deref()
+    }
+
     /// The message alone.
     pub(crate) fn message(&self) -> &str {
         &self.said.message

@@ -348,8 +348,10 @@ async fn gpu(config: &Config) -> Vec<Check> {
         driver / 1000,
         driver % 1000 / 10
     );
+    let is_auto = config.engine.local.device == DeviceKind::Auto;
     let library = |name, found: Result<(String, PathBuf), String>| match found {
         Ok((version, path)) => Check::pass(name, format!("{version}, {}", path.display())),
+        Err(error) if is_auto => Check::warn(name, error, "install it as said; until then the engine runs on the CPU"),
         Err(error) => Check::fail(name, error, "install it as said, or use --device cpu"),
     };
     vec![
@@ -376,7 +378,9 @@ async fn model(config: &Config) -> Vec<Check> {
     let started = tokio::task::spawn_blocking(move || engine::start(&to_load, |_| {})).await;
     let started = started.unwrap_or_else(|err| Err(Failure::from_error("load the model", &err)));
     checks.push(match started {
-        Err(failure) => Check::fail("one token", failure.message(), "look at the model's files"),
+        Err(failure) => {
+            Check::fail("one token", failure.message(), failure.remedy().unwrap_or("look at the model's files"))
+        }
         Ok(started) => match tokio::time::timeout(TOKEN_MAX, one_token(&started)).await {
             Ok(Ok(text)) => Check::pass("one token", format!("{text:?}")),
             Ok(Err(reason)) => Check::fail("one token", reason, "look at the model's files"),

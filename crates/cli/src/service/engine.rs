@@ -151,7 +151,7 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     let source = ModelSource { path: found.path.clone(), load_format: config.engine.source.load_format };
     let fail = |doing: &str| {
         let doing = format!("{doing} {}", found.path.display());
-        move |err: overnight_engine::Error| Failure::from_error(&doing, &err).code("model_not_loaded")
+        move |err: overnight_engine::Error| not_loaded(&doing, &err)
     };
     let loaded = load_on(&source, &config.engine.local, &device_options()).map_err(fail("load the model"))?;
     let (device, device_kind) = (loaded.device, loaded.device_kind);
@@ -183,6 +183,30 @@ fn start_local(config: &Config, stage: impl Fn(&str)) -> Result<Started> {
     })
 }
 
+/// The engine did not start; says what helps, to whoever starts it and in the doctor.
+fn not_loaded(doing: &str, err: &overnight_engine::Error) -> Failure {
+    Failure::from_error(doing, err).code("model_not_loaded").hint(remedy(err))
+}
+
+fn remedy(err: &overnight_engine::Error) -> &'static str {
+    use overnight_engine::Error;
+    use overnight_kernels::Error as Gpu;
+    match err {
+        Error::Read { .. } | Error::Model { .. } | Error::Text { .. } => {
+            "look at the model's files; `batch models pull` fetches them again"
+        }
+        Error::Unsupported(_) => "take another model or setting, as said",
+        Error::Config { .. } => "correct the setting, as said",
+        Error::Busy(_) => "`nvidia-smi` lists who uses the GPU, a running `batch serve` among them",
+        Error::Device { source: Gpu::Library { .. }, .. } => "install it as said, or use --device cpu",
+        Error::Device { source: Gpu::OutOfMemory { .. }, .. } => {
+            "change the settings in the order said; --device cpu does without a GPU"
+        }
+        Error::Device { .. } => "the GPU or its driver failed: `nvidia-smi` and `dmesg` tell more; or use --device cpu",
+        _ => "this is a fault of the engine: `batch collect-env` gathers what a report needs",
+    }
+}
+
 /// The local engine for prompts of token ids alone: no tokenizer is read. Gives the device's name too.
 pub(crate) fn start_without_text(config: &Config, stage: impl Fn(&str)) -> Result<(EngineHandle, String)> {
     let found = model(config)?;
@@ -190,7 +214,7 @@ pub(crate) fn start_without_text(config: &Config, stage: impl Fn(&str)) -> Resul
     let source = ModelSource { path: found.path.clone(), load_format: config.engine.source.load_format };
     let fail = |doing: &str| {
         let doing = format!("{doing} {}", found.path.display());
-        move |err: overnight_engine::Error| Failure::from_error(&doing, &err).code("model_not_loaded")
+        move |err: overnight_engine::Error| not_loaded(&doing, &err)
     };
     let loaded = load_forward_on(&source, &config.engine.local, &device_options());
     let (forward, device) = loaded.map_err(fail("load the model"))?;
@@ -276,6 +300,31 @@ mod tests {
             device: Ok(properties),
             nvrtc: if has_nvrtc { Ok(found()) } else { Err(missing("libnvrtc.so.13")) },
             cublaslt: if has_cublaslt { Ok(found()) } else { Err(missing("libcublasLt.so.13")) },
+        }
+    }
+
+    #[test]
+    fn what_helps_depends_on_what_failed() {
+        use overnight_engine::Error;
+        let gpu = |source| Error::Device { stage: "could not start".to_owned(), source };
+        let memory = overnight_kernels::Error::OutOfMemory {
+            what: "weights".to_owned(),
+            asked_bytes: 2,
+            free_bytes: 1,
+            total_bytes: 3,
+        };
+        let library = overnight_kernels::Error::Library { library: "libnvrtc.so.13", what: "gone".to_owned() };
+        let wrong = Error::Model { path: "/m".into(), what: "it is torn".to_owned() };
+        for (err, word) in [
+            (wrong, "model's files"),
+            (gpu(library), "install it"),
+            (gpu(memory), "in the order said"),
+            (gpu(overnight_kernels::Error::shape("gemm", "odd")), "nvidia-smi"),
+            (Error::Busy("all of it".to_owned()), "batch serve"),
+        ] {
+            let text = not_loaded("load it", &err).to_text(false);
+            assert!(text.contains(word), "{text}");
+            assert_eq!(text.contains("files"), word == "model's files", "no other blames the files: {text}");
         }
     }
 

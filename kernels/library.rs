@@ -38,7 +38,8 @@ pub struct Wanted {
 pub const NVRTC: Wanted =
     Wanted { file: "libnvrtc.so.13", wheel: "cuda_nvrtc", pip: "pip install 'nvidia-cuda-nvrtc==13.0.*'" };
 /// Matrix products.
-pub const CUBLASLT: Wanted = Wanted { file: "libcublasLt.so.13", wheel: "cublas", pip: "pip install nvidia-cublas" };
+pub const CUBLASLT: Wanted =
+    Wanted { file: "libcublasLt.so.13", wheel: "cublas", pip: "pip install 'nvidia-cublas==13.*'" };
 
 impl Wanted {
     /// Files to try, the likeliest first. Only those that exist, then the bare name for the loader.
@@ -141,6 +142,13 @@ mod tests {
         let wheel = candidates.iter().position(|file| *file == folder.join(NVRTC.file)).expect("found");
         let bare = candidates.iter().position(|file| file == Path::new(NVRTC.file)).expect("always tried");
         assert!(wheel < bare, "{candidates:?}");
+    }
+
+    #[test]
+    fn what_is_advised_to_install_is_of_the_version_that_is_accepted() {
+        for wanted in [NVRTC, CUBLASLT] {
+            assert!(wanted.pip.contains(&format!("=={CUDA_MAJOR}.")), "{}: another would be refused", wanted.pip);
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys;
 
 use crate::driver::check;
 use crate::memory::{DeviceSlice, Element, Pinned};
@@ -49,12 +49,6 @@ impl Stream {
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: the stream lives as long as `self`.
         check(unsafe { sys::cuStreamSynchronize(self.raw()) }, || "finish the work on the GPU".to_owned())
-    }
-
-    /// Later work of this stream waits for `event`.
-    pub fn wait(&self, event: &Event) -> Result<(), Error> {
-        // SAFETY: both handles are alive.
-        check(unsafe { sys::cuStreamWaitEvent(self.raw(), event.raw, 0) }, || "order two streams".to_owned())
     }
 
     /// Copies the first `len` elements of `from` to the device. The copy may still read `from`
@@ -190,15 +184,6 @@ impl Event {
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: the handle is alive.
         check(unsafe { sys::cuEventSynchronize(self.raw) }, || "wait for the GPU".to_owned())
-    }
-
-    /// Whether it is over.
-    pub fn is_over(&self) -> Result<bool, Error> {
-        // SAFETY: the handle is alive.
-        match unsafe { sys::cuEventQuery(self.raw) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            status => check(status, || "ask for an event".to_owned()).map(|()| true),
-        }
     }
 
     /// Milliseconds from `start` to this event; both timed, recorded and over.

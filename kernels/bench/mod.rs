@@ -83,8 +83,8 @@ pub enum Case {
         /// Width.
         hidden: u32,
     },
-    /// Addition to the residual and norm.
-    AddRmsNorm {
+    /// Norm, addition to the residual, norm of the sum.
+    PostAddRmsNorm {
         /// Tokens.
         rows: u32,
         /// Width.
@@ -92,6 +92,13 @@ pub enum Case {
     },
     /// SiLU of the gate times the other half.
     SiluMul {
+        /// Tokens.
+        rows: u32,
+        /// Width of the result.
+        intermediate: u32,
+    },
+    /// GeLU of the gate times the other half.
+    GeluTanhMul {
         /// Tokens.
         rows: u32,
         /// Width of the result.
@@ -336,8 +343,9 @@ mod tests {
             Case::AttentionPrefill { rows: 2, query_len: 300, num_heads, num_kv_heads, head_dim },
             Case::QkNormRopeKvWrite { rows: 65, num_heads, num_kv_heads, head_dim },
             Case::RmsNorm { rows: 5, hidden: 1024 },
-            Case::AddRmsNorm { rows: 5, hidden: 1024 },
+            Case::PostAddRmsNorm { rows: 5, hidden: 1024 },
             Case::SiluMul { rows: 5, intermediate: 3072 },
+            Case::GeluTanhMul { rows: 5, intermediate: 3072 },
             Case::EmbeddingGather { rows: 5, hidden: 1024, vocab_size: 1000 },
             Case::Sampling { rows: 4, vocab_size: 5000, temperature: 0.0, top_p: 1.0 },
             Case::Sampling { rows: 4, vocab_size: 5000, temperature: 0.8, top_p: 0.95 },

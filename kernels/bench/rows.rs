@@ -1,12 +1,12 @@
 //! Kernels that go over rows: norms, activation, embedding, sampling.
 
 use super::{Bench, Case, Measured, scattered};
-use crate::Error;
 use crate::activation::Activation;
 use crate::embedding::Embedding;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, DeviceSlice};
 use crate::rms_norm::RmsNorm;
 use crate::sampling::{Adjustment, Outputs, Rows, SampleParams, Sampling, workspace_bytes};
+use crate::{Error, Stream};
 
 /// Added to the mean of squares.
 const EPS: f32 = 1e-6;
@@ -16,12 +16,16 @@ const LOGITS_STD: f32 = 2.0;
 /// Bytes of a number.
 const HALF: u64 = 2;
 
+/// One of the gated activations.
+type Gated = fn(&Activation, &Stream, DeviceSlice<u16>, DeviceSlice<u16>, u32, u32) -> Result<(), Error>;
+
 impl Bench {
     pub(super) fn rows(&self, case: Case) -> Result<Measured, Error> {
         match case {
             Case::RmsNorm { rows, hidden } => self.rms_norm(rows, hidden),
-            Case::AddRmsNorm { rows, hidden } => self.add_rms_norm(rows, hidden),
-            Case::SiluMul { rows, intermediate } => self.silu_mul(rows, intermediate),
+            Case::PostAddRmsNorm { rows, hidden } => self.post_add_rms_norm(rows, hidden),
+            Case::SiluMul { rows, intermediate } => self.activation(rows, intermediate, Activation::silu_mul),
+            Case::GeluTanhMul { rows, intermediate } => self.activation(rows, intermediate, Activation::gelu_tanh_mul),
             Case::EmbeddingGather { rows, hidden, vocab_size } => self.embedding(rows, hidden, vocab_size),
             Case::Sampling { rows, vocab_size, temperature, top_p } => {
                 self.sampling(rows, vocab_size, temperature, top_p)
@@ -42,27 +46,28 @@ impl Bench {
         })
     }
 
-    fn add_rms_norm(&self, rows: u32, hidden: u32) -> Result<Measured, Error> {
+    fn post_add_rms_norm(&self, rows: u32, hidden: u32) -> Result<Measured, Error> {
         let len = len(rows, hidden);
         let bytes = 4 * HALF * len as u64;
         let kernel = RmsNorm::load(&self.modules)?;
-        let weight = self.normal(hidden as usize, 1, 1.0)?;
+        let weights = [self.normal(hidden as usize, 1, 1.0)?, self.normal(hidden as usize, 2, 1.0)?];
+        let [post, weight] = weights.each_ref().map(Buffer::slice);
         let turns = self.turns(bytes, |seed| {
             Ok([self.empty(len)?, self.normal(len, seed, 1.0)?, self.normal(len, seed + 1000, 1.0)?])
         })?;
         self.time(bytes, 0, turns.len(), |turn| {
             let [out, residual, x] = turns[turn].each_ref().map(Buffer::slice);
-            kernel.add_rms_norm(&self.stream, out, residual, x, weight.slice(), rows, hidden, EPS, 0.0)
+            kernel.post_add_rms_norm(&self.stream, out, residual, x, post, weight, rows, hidden, EPS, 0.0)
         })
     }
 
-    fn silu_mul(&self, rows: u32, intermediate: u32) -> Result<Measured, Error> {
+    fn activation(&self, rows: u32, intermediate: u32, run: Gated) -> Result<Measured, Error> {
         let len = len(rows, intermediate);
         let bytes = 3 * HALF * len as u64;
         let kernel = Activation::load(&self.modules)?;
         let turns = self.turns(bytes, |seed| Ok((self.empty(len)?, self.normal(2 * len, seed, 1.0)?)))?;
         self.time(bytes, 0, turns.len(), |turn| {
-            kernel.silu_mul(&self.stream, turns[turn].0.slice(), turns[turn].1.slice(), rows, intermediate)
+            run(&kernel, &self.stream, turns[turn].0.slice(), turns[turn].1.slice(), rows, intermediate)
         })
     }
 

@@ -123,11 +123,6 @@ impl Gemm {
         self.algorithms.iter().map(|(&shape, &algorithm)| (shape, algorithm))
     }
 
-    /// Whether the bucket of a shape has an algorithm.
-    pub fn knows(&self, shape: Shape) -> bool {
-        self.algorithms.contains_key(&Shape { m: bucket(shape.m), ..shape })
-    }
-
     /// Computes the product. Zero rows do nothing. Errors with `Shape` when a slice is too
     /// short, with `Launch` when the library refuses.
     pub fn run(

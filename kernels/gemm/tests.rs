@@ -80,7 +80,7 @@ fn a_timed_algorithm_is_kept_and_gives_the_same_product() {
     gemm.run(&bed.stream, y.slice(), x.slice(), w.slice(), shape).expect("ran");
     let timing = gemm.tune(&bed.stream, z.slice(), x.slice(), &[w.slice()], shape).expect("timed").expect("new");
     assert!(timing.best_us <= timing.first_us && timing.num_candidates >= 1, "{timing:?}");
-    assert!(gemm.knows(shape));
+    assert!(gemm.algorithms().any(|(known, _)| known == Shape { m: bucket(shape.m), ..shape }));
     assert_eq!(gemm.tune(&bed.stream, z.slice(), x.slice(), &[w.slice()], shape).expect("known"), None);
     let (a, b) = (bed.download_half(&y), bed.download_half(&z));
     assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= 0.02 * a.abs().max(1.0)), "another product");

@@ -1,4 +1,4 @@
-//! Root mean square norm, alone and after an addition to the residual.
+//! Root mean square norm, alone and around an addition to the residual.
 //!
 //! The pattern of a family: `rms_norm.cu` computes, `reference.rs` defines, this file checks
 //! shapes and launches, `tests.rs` compares.
@@ -29,7 +29,6 @@ const SPREAD_ROWS: u32 = 264;
 #[derive(Debug)]
 pub struct RmsNorm {
     rms_norm: Function,
-    add_rms_norm: Function,
     post_add_rms_norm: Function,
 }
 
@@ -51,11 +50,7 @@ impl RmsNorm {
     /// Errors with `Driver` when an entry point is missing.
     pub fn load(modules: &Modules) -> Result<Self, Error> {
         let function = |entry| modules.function(SOURCE.name, entry);
-        Ok(Self {
-            rms_norm: function("rms_norm")?,
-            add_rms_norm: function("add_rms_norm")?,
-            post_add_rms_norm: function("post_add_rms_norm")?,
-        })
+        Ok(Self { rms_norm: function("rms_norm")?, post_add_rms_norm: function("post_add_rms_norm")? })
     }
 
     /// out `[num_rows, hidden]` = the norm of x `[num_rows, hidden]`, or of its rows
@@ -85,29 +80,6 @@ impl RmsNorm {
         let launch = launch.arg(out).arg(x).arg(weight).arg(row_index);
         // SAFETY: arguments are those of rms_norm.cu in its order; lengths, alignment and limits
         // were checked for these dims, indices are the caller's promise.
-        unsafe { launch.arg(num_rows).arg(hidden).arg(eps).arg(weight_offset).run(stream) }
-    }
-
-    /// residual `[num_rows, hidden]` += x; out = the norm of the sum, as [`Self::rms_norm`]. Out may
-    /// be neither residual nor x. Errors with `Shape`.
-    #[expect(clippy::too_many_arguments, reason = "tensors, dims and scalars of the kernel, in its order")]
-    pub fn add_rms_norm(
-        &self,
-        stream: &Stream,
-        out: DeviceSlice<u16>,
-        residual: DeviceSlice<u16>,
-        x: DeviceSlice<u16>,
-        weight: DeviceSlice<u16>,
-        num_rows: u32,
-        hidden: u32,
-        eps: f32,
-        weight_offset: f32,
-    ) -> Result<(), Error> {
-        expect_rows(self.add_rms_norm.name(), [out, residual, x], num_rows, hidden)?;
-        let Some(launch) = launch(&self.add_rms_norm, &[weight], num_rows, hidden)? else { return Ok(()) };
-        let launch = launch.arg(out).arg(residual).arg(x).arg(weight);
-        // SAFETY: arguments are those of rms_norm.cu in its order; lengths, alignment and limits
-        // were checked for these dims.
         unsafe { launch.arg(num_rows).arg(hidden).arg(eps).arg(weight_offset).run(stream) }
     }
 

@@ -3,7 +3,7 @@
 // dtypes:  x, out, residual, weight T (bf16 or f16); sums and products in f32
 // grid:    blockDim.x threads a row, blockDim.y rows a CTA; a thread keeps up to 2 vectors in registers
 // limits:  hidden % 8 == 0, hidden <= 16 * blockDim.x, blockDim.x a multiple of 32; rows 16-byte aligned
-// cost:    rms_norm moves 4*T*H bytes, add_rms_norm and post_add_rms_norm 8*T*H; memory bound
+// cost:    rms_norm moves 4*T*H bytes, post_add_rms_norm 8*T*H; memory bound
 #include "grid.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
@@ -87,27 +87,25 @@ extern "C" __global__ void FULL_SM
     if (to_row < num_rows) store_scaled(out + (u64)to_row * hidden, row, w, hidden, scale, weight_offset);
 }
 
-// residual += x, or += norm(x, post_weight); out = norm(residual, weight)
-template <bool HAS_POST>
-__device__ __forceinline__ void add_and_norm(T* __restrict__ out, T* __restrict__ residual, const T* __restrict__ x,
-                                             const T* __restrict__ post_weight, const T* __restrict__ weight,
-                                             u32 num_rows, u32 hidden, float eps, float weight_offset) {
+// residual += norm(x, post_weight); out = norm(residual, weight)
+__device__ __forceinline__ void norm_add_norm(T* __restrict__ out, T* __restrict__ residual, const T* __restrict__ x,
+                                              const T* __restrict__ post_weight, const T* __restrict__ weight,
+                                              u32 num_rows, u32 hidden, float eps, float weight_offset) {
     __shared__ float partial[2][WARP * WARP];
     uint4 w[VECTORS], post[VECTORS], row[VECTORS], sum[VECTORS];
     load_row(w, weight, hidden);
-    if (HAS_POST) load_row(post, post_weight, hidden);
+    load_row(post, post_weight, hidden);
     grid_wait();
     grid_launch_dependents();
     const u32 row_index = row_of_thread();
     const u64 offset = (u64)min(row_index, num_rows - 1) * hidden;
     load_row_once(row, x + offset, hidden);
     load_row(sum, residual + offset, hidden);
-    const float post_scale = HAS_POST ? inverse_rms(row, hidden, eps, partial[0]) : 1.0f;
+    const float post_scale = inverse_rms(row, hidden, eps, partial[0]);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         float y[VEC], r[VEC];
-        if (HAS_POST) scaled(y, row[i], post[i], post_scale, weight_offset);
-        else unpack_vector(y, row[i]);
+        scaled(y, row[i], post[i], post_scale, weight_offset);
         unpack_vector(r, sum[i]);
 #pragma unroll
         for (int e = 0; e < VEC; ++e) r[e] += y[e];
@@ -120,13 +118,7 @@ __device__ __forceinline__ void add_and_norm(T* __restrict__ out, T* __restrict_
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    add_rms_norm(T* out, T* residual, const T* x, const T* weight, u32 num_rows, u32 hidden, float eps,
-                 float weight_offset) {
-    add_and_norm<false>(out, residual, x, nullptr, weight, num_rows, hidden, eps, weight_offset);
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
     post_add_rms_norm(T* out, T* residual, const T* x, const T* post_weight, const T* weight, u32 num_rows,
                       u32 hidden, float eps, float weight_offset) {
-    add_and_norm<true>(out, residual, x, post_weight, weight, num_rows, hidden, eps, weight_offset);
+    norm_add_norm(out, residual, x, post_weight, weight, num_rows, hidden, eps, weight_offset);
 }

@@ -14,9 +14,9 @@ pub(super) enum Family {
     AttentionPrefill,
     /// Norms of q and k, rotation, write to the KV cache
     Rope,
-    /// Norms, alone and after an addition
+    /// Norms, alone and around an addition
     RmsNorm,
-    /// SiLU of the gate times the other half
+    /// SiLU or GeLU of the gate times the other half
     Activation,
     /// Gather of embedding rows
     Embedding,
@@ -103,8 +103,9 @@ pub(super) fn all(memory_bytes: u64) -> impl Iterator<Item = (Family, Case)> {
         Family::Rope,
     ));
     cases.extend(of_models(|dims, rows| Case::RmsNorm { rows, hidden: dims.hidden }, Family::RmsNorm));
-    cases.extend(of_models(|dims, rows| Case::AddRmsNorm { rows, hidden: dims.hidden }, Family::RmsNorm));
+    cases.extend(of_models(|dims, rows| Case::PostAddRmsNorm { rows, hidden: dims.hidden }, Family::RmsNorm));
     cases.extend(of_models(|dims, rows| Case::SiluMul { rows, intermediate: dims.ffn }, Family::Activation));
+    cases.extend(of_models(|dims, rows| Case::GeluTanhMul { rows, intermediate: dims.ffn }, Family::Activation));
     cases.extend(of_models(
         |dims, rows| Case::EmbeddingGather { rows, hidden: dims.hidden, vocab_size: VOCAB_SIZE },
         Family::Embedding,
@@ -145,8 +146,9 @@ pub(super) fn name(case: Case) -> &'static str {
         Case::AttentionPrefill { .. } => "attention_prefill",
         Case::QkNormRopeKvWrite { .. } => "qk_norm_rope_kv_write",
         Case::RmsNorm { .. } => "rms_norm",
-        Case::AddRmsNorm { .. } => "add_rms_norm",
+        Case::PostAddRmsNorm { .. } => "post_add_rms_norm",
         Case::SiluMul { .. } => "silu_mul",
+        Case::GeluTanhMul { .. } => "gelu_tanh_mul",
         Case::EmbeddingGather { .. } => "embedding_gather",
         Case::Sampling { .. } => "sampling",
         Case::Gemm { .. } => "gemm",
@@ -167,9 +169,11 @@ pub(super) fn shape(case: Case) -> String {
             format!("{rows} tokens, {num_heads}/{num_kv_heads} heads of {head_dim}")
         }
         Case::RmsNorm { rows, hidden }
-        | Case::AddRmsNorm { rows, hidden }
+        | Case::PostAddRmsNorm { rows, hidden }
         | Case::EmbeddingGather { rows, hidden, .. } => format!("{rows} tokens x {hidden}"),
-        Case::SiluMul { rows, intermediate } => format!("{rows} tokens x {intermediate}"),
+        Case::SiluMul { rows, intermediate } | Case::GeluTanhMul { rows, intermediate } => {
+            format!("{rows} tokens x {intermediate}")
+        }
         Case::Sampling { rows, vocab_size, temperature, top_p } => {
             let how = match (temperature >= 1e-5, top_p < 1.0) {
                 (false, _) => "greedy".to_owned(),

@@ -116,8 +116,8 @@ pub struct CompileCounts {
 type Built = Result<Vec<u8>, Error>;
 
 /// Cubins of all `programs`, in their order, from the cache or compiled on `num_threads` threads.
-/// Errors with the first program's fault, `Compile` or `Library` (NVRTC is opened only when
-/// something must be compiled and its version is not known from `compiler`).
+/// Errors with the first program's fault, `Compile`. A full cache needs NVRTC all the same: its
+/// version is part of what entries are known by.
 pub fn build(
     programs: &[Program],
     arch: Arch,

@@ -10,7 +10,7 @@ use overnight_store::JobQuery;
 use serde_json::{Value, json};
 
 use crate::backend::{self, Backend, Opened};
-use crate::harness::batch_binary;
+use crate::harness::{Service, batch_binary, is_terminal};
 use crate::kill::{FAST, essence, input, tiny_model};
 use crate::peer::Peer;
 
@@ -194,4 +194,35 @@ async fn killed_run_asks_only_for_what_has_no_outcome() {
 
 fn lines_of(path: &Path) -> usize {
     std::fs::read_to_string(path).expect("the run wrote its file").lines().count()
+}
+
+/// Weights of a folder that has none are drawn from the seed: the same ones at every start, by `run` and by `serve`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dummy_weights_answer_the_same_at_every_start_of_run_and_serve() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = folder.path();
+    let model = tiny_model(folder);
+    std::fs::remove_file(model.join("model.safetensors")).expect("a tiny model has one file of weights");
+    std::fs::write(folder.join("input.jsonl"), input(20, 8)).expect("input is written");
+    let run = |name: &str, args: &[&str]| {
+        let out = format!("{name}.jsonl");
+        let mut command = command(folder, name, &out);
+        let status = command.args(args).status().expect("batch starts");
+        (status.code(), if status.success() { lines(&folder.join(out)) } else { Vec::new() })
+    };
+    let dummy = ["--load-format", "dummy"];
+    let (code, first) = run("first", &dummy);
+    assert_eq!((code, first.len()), (Some(0), 20));
+    assert_eq!(run("second", &dummy).1, first, "the same seed gives the same weights");
+    assert_ne!(run("other", &["--load-format", "dummy", "--seed", "5"]).1, first, "another seed gives others");
+    assert_ne!(run("plain", &[]).0, Some(0), "without the flag the missing weights are an error");
+
+    let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", "tiny", "--load-format", "dummy"];
+    let mut service = Service::start(&folder.join("served"), &args, FAST);
+    service.wait_ready(Duration::from_secs(60)).await;
+    let file = service.upload("input.jsonl", input(20, 8)).await;
+    let id = service.create(&file, "/v1/completions").await;
+    let batch = service.wait_batch(&id, Duration::from_secs(60), is_terminal).await;
+    let served: Vec<Value> = service.file_lines(&batch["output_file_id"]).await.iter().map(essence).collect();
+    assert_eq!(served, first);
 }

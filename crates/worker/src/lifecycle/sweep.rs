@@ -30,7 +30,7 @@ const ORPHANED_JOBS_MAX: usize = PIECE as usize;
 pub struct SweepAges {
     /// Segments and intake runs that no row names.
     pub orphans: Duration,
-    /// Objects under `files/` without a row, and leftovers of killed writes.
+    /// Objects under `files/` without a row, and leftovers of killed writes and probes.
     pub unclaimed: Duration,
     /// Ended jobs, from their end on; `None` keeps them.
     pub jobs: Option<Duration>,
@@ -51,7 +51,7 @@ pub struct Swept {
     pub orphans: u64,
     /// Objects under `files/` that nobody claimed.
     pub unclaimed: u64,
-    /// Leftovers of killed writes.
+    /// Leftovers of killed writes and probes.
     pub leftovers: u64,
     /// Deleted or expired files.
     pub files: u64,
@@ -77,7 +77,7 @@ pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result
         ..Swept::default()
     };
     let leftovers = blobs.sweep_leftovers(ages.unclaimed).await.map_err(Error::blobs("sweep leftovers"))?;
-    swept.leftovers = u64::from(leftovers);
+    swept.leftovers = u64::from(leftovers) + sweep_probes(blobs, ages.unclaimed).await?;
     swept.orphans = sweep_orphans(store, blobs, Prefix::Jobs, ages.orphans).await?;
     Ok(swept)
 }
@@ -167,6 +167,22 @@ async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, age: Duration) -> Res
             .await
             .map_err(Error::blobs("delete unclaimed files"))?;
         removed += unclaimed.len() as u64;
+        if removed >= REMOVED_MAX {
+            break;
+        }
+    }
+    Ok(removed)
+}
+
+/// What starts left that died in the middle of their probe of the store.
+async fn sweep_probes(blobs: &Blobs, age: Duration) -> Result<u64, Error> {
+    let now = Timestamp::now();
+    let old = blobs.list(Prefix::Probes).try_filter(|object| std::future::ready(is_old(object, now, age)));
+    let mut pieces = std::pin::pin!(old.map_ok(|object| object.name).try_chunks(PIECE as usize));
+    let mut removed = 0;
+    while let Some(names) = pieces.try_next().await.map_err(|err| Error::blobs("list probes")(err.1))? {
+        delete_all(blobs, &names, || ()).await.map_err(Error::blobs("delete what a probe left"))?;
+        removed += names.len() as u64;
         if removed >= REMOVED_MAX {
             break;
         }

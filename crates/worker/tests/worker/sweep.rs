@@ -10,6 +10,7 @@ use overnight_testing::{Failing, ScriptedGenerate, TestService};
 use overnight_types::{Epoch, FileId, ItemIndex, JobId, JobState, ShardIndex, WorkerId};
 use overnight_worker::failpoints;
 use overnight_worker::lifecycle::sweep::{SweepAges, Swept, sweep};
+use uuid::Uuid;
 
 /// An ended and deleted job whose rows are still there.
 async fn deleted_job(service: &TestService) -> JobId {
@@ -86,7 +87,7 @@ async fn crash_between_object_and_commit_leaves_an_orphan_that_is_swept() {
 }
 
 #[tokio::test]
-async fn unclaimed_uploads_and_leftovers_of_killed_writes_go() {
+async fn unclaimed_uploads_and_leftovers_of_killed_writes_and_probes_go() {
     let service = TestService::new().await;
     let claimed = service.upload("{}\n").await;
     let unclaimed = FileId::new();
@@ -94,10 +95,14 @@ async fn unclaimed_uploads_and_leftovers_of_killed_writes_go() {
     // What a killed write of the driver leaves: no listing shows it.
     let leftover = service.objects_dir().join("files").join(format!("{}#1", FileId::new()));
     std::fs::write(&leftover, b"half").unwrap();
+    // And a start that died in the middle of its probe.
+    let probe = ObjectName::Probe(Uuid::now_v7());
+    service.blobs.put(&probe, Bytes::from_static(b"over")).await.unwrap();
     let swept = sweep(&service.store, &service.blobs, &SweepAges::default()).await.unwrap();
     assert_eq!((swept.unclaimed, swept.leftovers), (0, 0), "too young");
     let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
-    assert_eq!((swept.unclaimed, swept.leftovers), (1, 1));
+    assert_eq!((swept.unclaimed, swept.leftovers), (1, 2));
+    assert!(!exists(&service, &probe).await);
     assert!(exists(&service, &ObjectName::file(claimed)).await);
     assert!(!exists(&service, &ObjectName::file(unclaimed)).await && !leftover.exists());
 }

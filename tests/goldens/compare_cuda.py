@@ -29,7 +29,7 @@ CASES = {
 
 
 REGRET_MEAN, REGRET_P99 = 0.06, 0.20
-MEAN_TIMES, MAX_TIMES = 1.5, 2.0
+MEAN_TIMES, MAX_TIMES = 1.2, 1.5
 # Two runs of a model in f32 differ by less.
 OFF_MIN = 0.002
 

@@ -32,7 +32,8 @@ impl Interrupts {
             interrupt.recv().await;
             met.cancel();
             interrupt.recv().await;
-            std::process::exit(Exit::Interrupted as i32);
+            // Not by the handlers of libraries: a GPU that hangs would keep them.
+            overnight_engine::exit_at_once(Exit::Interrupted as u8);
         });
         Ok(())
     }

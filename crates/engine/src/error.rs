@@ -55,10 +55,24 @@ pub enum Error {
     /// Other programs hold the GPU's memory; how much, and what to do.
     #[error("the GPU's memory is in use: {0}")]
     Busy(String),
+    /// The GPU computes with no type that this model can be computed in; what to do.
+    #[error("the GPU has no type for this model: {0}")]
+    NoDtype(String),
     /// A step contradicts itself or the memory it names; a fault of the scheduler.
     #[error("malformed step: {0}")]
     Step(String),
     /// The engine thread is gone or poisoned.
     #[error("engine stopped: {0}")]
     Stopped(String),
+}
+
+/// An error with its causes.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
 }

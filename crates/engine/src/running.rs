@@ -18,10 +18,16 @@ struct Running {
 static RUNNING: Mutex<Running> = Mutex::new(Running { engines: Vec::new(), num_threads: 0 });
 static ENDED: Condvar = Condvar::new();
 
-/// Counts an engine's thread for as long as it is kept.
+/// Counts an engine's thread, or one that loads for it, for as long as it is kept.
 pub(crate) struct Alive(());
 
 impl Alive {
+    /// Of a thread that loads a model onto a GPU: nothing can ask it to stop.
+    pub(crate) fn loading() -> Self {
+        lock().num_threads += 1;
+        Self(())
+    }
+
     /// Of a thread that ends some time after `engine` is closed.
     pub(crate) fn of(engine: Weak<dyn Close>) -> Self {
         let mut running = lock();

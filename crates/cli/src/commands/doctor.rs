@@ -334,7 +334,12 @@ async fn gpu(config: &Config) -> Vec<Check> {
     let properties = match parts.device {
         Ok(properties) => properties,
         Err(error) if config.engine.local.device == DeviceKind::Auto => {
-            return vec![Check::pass("gpu", format!("the engine runs on the CPU: {error}"))];
+            let found = format!("the engine runs on the CPU: {error}");
+            // One that is there and does not open is what somebody wants to know.
+            return vec![match overnight_engine::cuda::is_there() {
+                true => Check::warn("gpu", found, "`nvidia-smi` and `dmesg` tell more; --device cpu does without it"),
+                false => Check::pass("gpu", found),
+            }];
         }
         Err(error) => return vec![Check::fail("gpu", error.to_string(), "correct it, or use --device cpu")],
     };
@@ -382,8 +387,23 @@ async fn model(config: &Config) -> Vec<Check> {
             Check::fail("one token", failure.message(), failure.remedy().unwrap_or("look at the model's files"))
         }
         Ok(started) => match tokio::time::timeout(TOKEN_MAX, one_token(&started)).await {
-            Ok(Ok(text)) => Check::pass("one token", format!("{text:?}")),
-            Ok(Err(reason)) => Check::fail("one token", reason, "look at the model's files"),
+            Ok(Ok(text)) => {
+                let found = format!("{text:?}, by {}", started.producer);
+                let is_second_best = started.device == Some(DeviceKind::Cpu)
+                    && config.engine.local.device == DeviceKind::Auto
+                    && overnight_engine::cuda::is_there();
+                match is_second_best {
+                    true => Check::warn(
+                        "one token",
+                        format!("{found}, on the CPU although there is a GPU"),
+                        "--device cuda says why",
+                    ),
+                    false => Check::pass("one token", found),
+                }
+            }
+            Ok(Err(reason)) => {
+                Check::fail("one token", reason, "the log of `batch serve` tells more, or try --device cpu")
+            }
             Err(_) => Check::fail("one token", "none within two minutes", "a smaller model, or fewer other programs"),
         },
     });

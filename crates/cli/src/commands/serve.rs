@@ -155,8 +155,9 @@ impl Server {
                     tracing::info!("{name} while loading");
                     clean_up(stops, self.stop(None, config)).await;
                     place.store.close().await;
-                    // The loading thread cannot be interrupted and holds nothing durable.
-                    std::process::exit(Exit::Success as i32);
+                    // The loading thread cannot be interrupted and holds nothing durable. It may be inside
+                    // the driver, which must not be unloaded under it.
+                    overnight_engine::exit_at_once(Exit::Success as u8);
                 }
             }
         }

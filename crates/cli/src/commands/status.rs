@@ -67,9 +67,13 @@ async fn one(id: &str, args: &StatusArgs, app: &App, client: &crate::client::Cli
         app.ui.summary(batches::summary(&batch));
     }
     app.ui.record(&batch, batches::COLUMNS, || batches::card(&batch))?;
-    if batch["status"] == "failed" && !app.ui.shows_cards() {
-        // The line of cells has no room for it, and without it nothing says what to correct.
-        app.ui.summary(batches::problems(&batch).trim_end());
+    if !app.ui.shows_cards() {
+        // The line of cells has no room for these, and without them nothing says what to do.
+        if batch["status"] == "failed" {
+            app.ui.summary(batches::problems(&batch).trim_end());
+        } else if let Some(reason) = batch["waiting_for"].as_str() {
+            app.ui.say(format!("waiting for: {reason}"));
+        }
     }
     app.ui.say(format!("next: {}", batches::next_step(&batch)));
     if args.exit_status || waits {

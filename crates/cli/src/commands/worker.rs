@@ -95,8 +95,9 @@ async fn work(
             drain();
             clean_up(stops, lifecycle.shutdown(grace)).await;
             place.store.close().await;
-            // The loading thread cannot be interrupted and holds nothing durable.
-            std::process::exit(Exit::Success as i32);
+            // The loading thread cannot be interrupted and holds nothing durable. It may be inside
+            // the driver, which must not be unloaded under it.
+            overnight_engine::exit_at_once(Exit::Success as u8);
         }
     };
     let started = match started {

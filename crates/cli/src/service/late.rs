@@ -26,6 +26,8 @@ const REBUILDS_WITHIN: Duration = Duration::from_secs(3600);
 /// Wait before the first rebuild; doubles with each one that is counted.
 const REBUILD_WAIT_MIN: Duration = Duration::from_millis(500);
 const REBUILD_WAIT_MAX: Duration = Duration::from_secs(60);
+/// A rebuild may take so many times what the first load took, besides a stall for good.
+const REBUILD_TIMES_MAX: u32 = 10;
 /// The process is given up once its engine has stalled for this many times
 /// `worker.engine_stall_max`.
 const STALLS_MAX: u32 = 3;
@@ -48,6 +50,8 @@ struct Now {
     /// Breakdowns of earlier engines.
     num_breakdowns: u32,
     stall: Stall,
+    /// What the first load took, from the making of the stand-in on.
+    loaded_in: Option<Duration>,
 }
 
 /// How long the engine has been seen with work and without the end of a step. Summed up over
@@ -80,7 +84,7 @@ impl LateEngine {
     /// Answers to `models`, not yet. Without a step's end for `stall_max` it counts as stalled.
     pub(crate) fn new(models: Vec<String>, stall_max: Duration) -> Arc<Self> {
         let stage = "waiting to load the model".to_owned();
-        let now = Now { engine: None, stage, num_breakdowns: 0, stall: Stall::default() };
+        let now = Now { engine: None, stage, num_breakdowns: 0, stall: Stall::default(), loaded_in: None };
         Arc::new(Self { models, started_at: Instant::now(), stall_max, now: RwLock::new(now) })
     }
 
@@ -99,6 +103,11 @@ impl LateEngine {
     fn take(&self, current: Current) {
         let mut now = self.now.write().unwrap_or_else(PoisonError::into_inner);
         (now.engine, now.stall) = (Some(current), Stall::default());
+        now.loaded_in.get_or_insert(self.started_at.elapsed());
+    }
+
+    fn loaded_in(&self) -> Duration {
+        self.now.read().unwrap_or_else(PoisonError::into_inner).loaded_in.unwrap_or_default()
     }
 
     /// The local engine, for its counters.
@@ -197,6 +206,8 @@ pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
     let rebuilds_max = config.engine.source.rebuilds_max;
     let config = for_the_next(config, first.limits().max_model_len, device);
     drop(first);
+    // Weights are in the page cache by now, and no model takes that much longer than the first time.
+    let rebuild_max = config.worker.engine_stall_max * STALLS_MAX + late.loaded_in() * REBUILD_TIMES_MAX;
     let mut rebuilds: VecDeque<Instant> = VecDeque::new();
     loop {
         let mut why = match ended(late).await {
@@ -216,7 +227,12 @@ pub(crate) async fn keep(config: &Config, late: &Arc<LateEngine>) -> Failure {
             );
             late.drop_broken(format!("building the engine anew after a breakdown: {why}"));
             tokio::time::sleep(wait).await;
-            match rebuild(&config, late).await {
+            let rebuilt = match tokio::time::timeout(rebuild_max, rebuild(&config, late)).await {
+                Ok(rebuilt) => rebuilt,
+                // The driver hangs, as the engine does where no step ends.
+                Err(_) => return hung_in_a_rebuild(rebuild_max),
+            };
+            match rebuilt {
                 Ok(started) => {
                     late.set(&started);
                     tracing::info!("ready again: {}", started.producer);
@@ -252,6 +268,13 @@ fn stalled(seen: Duration) -> Failure {
     let message = format!(
         "the engine hangs: it has work and has ended no step for {seen}, {STALLS_MAX} times worker.engine_stall_max"
     );
+    Failure::new(Exit::EngineBroken, message)
+        .hint("everything finished is kept and the rest goes on at the next start; for a GPU, `dmesg` and `nvidia-smi` tell more")
+}
+
+fn hung_in_a_rebuild(limit: Duration) -> Failure {
+    let message =
+        format!("the engine broke down, and building it anew has not ended within {}", human::duration(limit));
     Failure::new(Exit::EngineBroken, message)
         .hint("everything finished is kept and the rest goes on at the next start; for a GPU, `dmesg` and `nvidia-smi` tell more")
 }

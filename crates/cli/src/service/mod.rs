@@ -161,7 +161,8 @@ pub(crate) async fn clean_up(stops: &mut Stops, cleaning: impl Future<Output = (
         () = cleaning => {}
         name = stops.next() => {
             tracing::warn!("{name} again: stopping at once; leases are released at the next start");
-            std::process::exit(Exit::Interrupted as i32);
+            // Not by the handlers of libraries: a GPU that hangs would keep them.
+            overnight_engine::exit_at_once(Exit::Interrupted as u8);
         }
     }
 }

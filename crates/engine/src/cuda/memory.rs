@@ -9,6 +9,9 @@ use crate::config::EngineConfig;
 
 /// No model is begun with less.
 const ARENA_MIN: u64 = 1 << 28;
+/// What was in use before is told from here on: less is this process's own context and what a
+/// desktop draws with.
+const OTHERS_MIN: u64 = 1 << 30;
 
 /// What memory is asked for; that decides what helps when there is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,30 +83,46 @@ pub(super) fn arena_refused(utilization: f64, source: DeviceError) -> Error {
     }
 }
 
-/// Memory that does not suffice for `purpose`, in words; `taken` by region. Other failures pass.
-pub(super) fn out_of_memory(taken: &[Region], purpose: Purpose, source: DeviceError) -> Error {
+/// Memory that does not suffice for `purpose`, in words; `taken` by region, and `others_bytes` were
+/// in use before. Other failures pass.
+pub(super) fn out_of_memory(taken: &[Region], others_bytes: u64, purpose: Purpose, source: DeviceError) -> Error {
     if !matches!(source, DeviceError::OutOfMemory { .. }) {
         return Error::Device { stage: format!("could not set memory aside for {}", purpose.name()), source };
     }
     let mut taken: Vec<&Region> = taken.iter().collect();
     taken.sort_by_key(|region| std::cmp::Reverse(region.bytes));
     let taken: Vec<String> = taken.iter().map(|region| format!("{} {}", region.name, amount(region.bytes))).collect();
-    let taken = if taken.is_empty() { "nothing".to_owned() } else { taken.join(", ") };
-    let (name, remedies) = (purpose.name(), purpose.remedies());
-    let stage = format!("the GPU's memory does not hold {name} beside {taken}: {remedies}");
+    let mut beside = if taken.is_empty() { "nothing".to_owned() } else { taken.join(", ") };
+    let (name, mut remedies) = (purpose.name(), purpose.remedies());
+    if others_bytes >= OTHERS_MIN {
+        beside = format!("{beside}, and {} that other programs hold", amount(others_bytes));
+        remedies = format!("end those programs (`nvidia-smi` lists them), {remedies}");
+    }
+    let stage = format!("the engine's share of the GPU's memory does not hold {name} beside {beside}: {remedies}");
     Error::Device { stage, source }
 }
 
-/// Refuses what the arena has no room for, before any of it is taken.
-pub(super) fn check_room(ledger: &Ledger, purpose: Purpose, asked_bytes: u64) -> Result<(), Error> {
+/// Refuses what the arena has no room for, before any of it is taken. Weights that would fit
+/// without the `others_bytes` that were in use before are [`Error::Busy`].
+pub(super) fn check_room(ledger: &Ledger, others_bytes: u64, purpose: Purpose, asked_bytes: u64) -> Result<(), Error> {
     let free_bytes = ledger.free_bytes();
     if asked_bytes <= free_bytes {
         return Ok(());
     }
+    if purpose == Purpose::Weights && others_bytes >= OTHERS_MIN && asked_bytes <= free_bytes + others_bytes {
+        return Err(Error::Busy(format!(
+            "other programs hold {} of it, and what they leave of the engine's share, {}, does not hold the weights, \
+             {}: end those programs (`nvidia-smi` lists them), raise --gpu-memory-utilization, or compute on the CPU \
+             with --device cpu",
+            amount(others_bytes),
+            amount(free_bytes),
+            amount(asked_bytes)
+        )));
+    }
     let total_bytes = free_bytes + ledger.regions().iter().map(|region| region.bytes).sum::<u64>();
     let what = purpose.name().to_owned();
     let source = DeviceError::OutOfMemory { what, asked_bytes, free_bytes, total_bytes };
-    Err(out_of_memory(ledger.regions(), purpose, source))
+    Err(out_of_memory(ledger.regions(), others_bytes, purpose, source))
 }
 
 /// Where a card's memory is, bytes by name; see [`crate::cuda::CudaModel::memory_report`].
@@ -144,7 +163,7 @@ mod tests {
 
     fn words(purpose: Purpose) -> String {
         let (ledger, refused) = full();
-        let error = out_of_memory(ledger.regions(), purpose, refused);
+        let error = out_of_memory(ledger.regions(), 0, purpose, refused);
         format!("{error}: {}", std::error::Error::source(&error).expect("the device's own words"))
     }
 
@@ -162,7 +181,7 @@ mod tests {
         let text = words(Purpose::Steps);
         assert_order(&text, &["weights 16.00 GB", "activations 1.00 GB", "workspace 0.06 GB", "sampling 1.05 MB"]);
         assert!(text.contains("5000000000 bytes asked") && text.contains("of 20000000000"), "{text}");
-        let empty = out_of_memory(&[], Purpose::Weights, full().1).to_string();
+        let empty = out_of_memory(&[], 0, Purpose::Weights, full().1).to_string();
         assert!(empty.contains("beside nothing"), "{empty}");
     }
 
@@ -194,10 +213,31 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_others_hold_is_named_and_comes_first() {
+        let (ledger, refused) = full();
+        let text = out_of_memory(ledger.regions(), 15 * GB, Purpose::Steps, refused).to_string();
+        assert_order(&text, &["weights 16.00 GB", "15.00 GB that other programs hold", "end those", "nvidia-smi"]);
+        assert_order(&text, &["end those", "raise --gpu-memory-utilization", "--max-num-seqs"]);
+        assert!(!words(Purpose::Steps).contains("other programs"), "a context of our own is no other program");
+    }
+
+    #[test]
+    fn weights_that_would_fit_without_others_find_the_memory_in_use() {
+        let ledger = Ledger::new(7 * GB);
+        let refused = |others, asked| check_room(&ledger, others, Purpose::Weights, asked).expect_err("no room");
+        let error = refused(15 * GB, 16 * GB);
+        assert!(matches!(error, Error::Busy(_)), "{error:?}");
+        assert_order(&error.to_string(), &["15.00 GB", "7.00 GB", "16.00 GB", "end those", "--device cpu"]);
+        let error = refused(15 * GB, 30 * GB);
+        assert!(matches!(error, Error::Device { .. }), "they would not fit either way: {error:?}");
+        assert!(matches!(refused(0, 16 * GB), Error::Device { .. }));
+    }
+
+    #[test]
     fn a_failure_of_another_kind_gets_no_advice_about_memory() {
         let (ledger, _) = full();
         let lost = DeviceError::Driver { what: "fill".to_owned(), status: "lost".to_owned(), is_sticky: true };
-        let text = out_of_memory(ledger.regions(), Purpose::KvCache(None), lost).to_string();
+        let text = out_of_memory(ledger.regions(), 0, Purpose::KvCache(None), lost).to_string();
         assert_eq!(text, "could not set memory aside for the KV cache");
     }
 
@@ -205,8 +245,8 @@ mod tests {
     fn what_exceeds_the_room_is_refused_whole_with_the_numbers() {
         let (ledger, _) = full();
         let free = ledger.free_bytes();
-        check_room(&ledger, Purpose::KvCache(None), free).expect("it fits exactly");
-        let error = check_room(&ledger, Purpose::KvCache(None), free + 1).expect_err("one byte more");
+        check_room(&ledger, 0, Purpose::KvCache(None), free).expect("it fits exactly");
+        let error = check_room(&ledger, 0, Purpose::KvCache(None), free + 1).expect_err("one byte more");
         let source = std::error::Error::source(&error).expect("the numbers").to_string();
         assert_order(&source, &[&format!("{} bytes asked", free + 1), &format!("{free} free"), "20000000000"]);
         assert!(error.to_string().contains("does not hold the KV cache beside weights 16.00 GB"), "{error}");

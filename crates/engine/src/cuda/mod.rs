@@ -22,7 +22,7 @@ mod weights;
 
 use overnight_kernels::gemm::Gemm;
 use overnight_kernels::paged::PagedCache;
-use overnight_kernels::{Arena, Device, Stream};
+use overnight_kernels::{Arena, Device, Error as DeviceError, Stream};
 
 pub use overnight_kernels::cache::Cache as KernelCache;
 pub use overnight_kernels::compile::SourceFolder;
@@ -51,9 +51,23 @@ pub struct DeviceOptions {
     pub build: BuildOptions,
 }
 
-/// Opens the GPU. Errors with [`Error::Device`] and what is missing.
+/// Opens the GPU. Errors with [`Error::Device`] and what is missing, and with [`Error::Busy`] when
+/// others leave no memory to open it with.
 pub fn open(options: &DeviceOptions) -> Result<Device, Error> {
-    Device::open(options.ordinal).map_err(|source| Error::Device { stage: "could not open the GPU".to_owned(), source })
+    Device::open(options.ordinal).map_err(|source| match source {
+        DeviceError::OutOfMemory { .. } => Error::Busy(
+            "not even a context fits beside what other programs hold: end them (`nvidia-smi` lists them), or compute \
+             on the CPU with --device cpu"
+                .to_owned(),
+        ),
+        source => Error::Device { stage: "could not open the GPU".to_owned(), source },
+    })
+}
+
+/// Whether the machine shows an NVIDIA GPU, usable or not.
+pub fn is_there() -> bool {
+    // The driver's kernel module makes it, whatever its libraries are.
+    std::path::Path::new("/dev/nvidiactl").exists()
 }
 
 /// What the GPU side of this machine consists of; each part, or why it cannot be used.
@@ -88,6 +102,8 @@ pub struct CudaModel {
     defaults: DeviceDefaults,
     limits: StepLimits,
     enforce_eager: bool,
+    /// In use on the card before the engine took its share.
+    others_bytes: u64,
     /// What helps when the KV cache does not fit.
     cache_purpose: Purpose,
     /// What recording the graphs took of the card.

@@ -10,6 +10,7 @@ use overnight_kernels::{Arch, Device, Dtype};
 use crate::Error;
 use crate::config::{DtypeSetting, EngineConfig};
 use crate::cuda::StepLimits;
+use crate::cuda::buffers::DECODE_CHUNKS_MAX;
 use crate::cuda::sampling::TOP_MAX;
 use crate::door::check_model_len;
 use crate::model::config::{Architecture, ModelConfig};
@@ -23,8 +24,17 @@ const MAX_NUM_BATCHED_TOKENS: u32 = 8192;
 const LARGE_MAX_NUM_BATCHED_TOKENS: u32 = 16_384;
 const LARGE_MEMORY: u64 = 70_000_000_000;
 
+/// Longest sequence: decode attention never splits the chunks of one row over two launches, and the
+/// smallest chunk is 256 tokens.
+const LEN_MAX: u32 = 256 * DECODE_CHUNKS_MAX;
+
 /// What the kernels cannot do, by name, before anything of the model is loaded.
-pub(super) fn refuse_unbuilt(model: &ModelConfig, config: &EngineConfig, dtype: Dtype) -> Result<(), Error> {
+pub(super) fn refuse_unbuilt(
+    model: &ModelConfig,
+    config: &EngineConfig,
+    dtype: Dtype,
+    arch: Arch,
+) -> Result<(), Error> {
     check_model_len(config, model.max_position)?;
     let unsupported = |what: String| Err(Error::Unsupported(format!("{what}: use --device cpu")));
     let ModelConfig { head_dim, heads, kv_heads, hidden, ffn, vocab_rows, .. } = *model;
@@ -48,9 +58,23 @@ pub(super) fn refuse_unbuilt(model: &ModelConfig, config: &EngineConfig, dtype: 
         return unsupported(format!("a vocabulary of {vocab_rows} on a GPU; up to {VOCAB_MAX} is built"));
     }
     if model.architecture == Architecture::Gemma3 && dtype == Dtype::F16 {
-        let what = "Gemma 3 in float16, which does not hold the numbers between its layers; use --dtype bfloat16, and \
-                    where the GPU does not compute with that";
-        return unsupported(what.to_owned());
+        let what = "Gemma 3 in float16, which does not hold the numbers between its layers";
+        return match config.dtype {
+            DtypeSetting::Auto => {
+                Err(Error::NoDtype(format!("it does not compute with bfloat16, and {what}: use --device cpu")))
+            }
+            _ => unsupported(format!("{what}; use --dtype bfloat16, and where the GPU does not compute with that")),
+        };
+    }
+    if dtype == Dtype::Bf16 && !arch.has_bf16() {
+        return Err(Error::NoDtype(
+            "it does not compute with bfloat16: use --dtype float16, or --device cpu".to_owned(),
+        ));
+    }
+    let longest = config.max_model_len.unwrap_or(model.max_position).min(model.max_position);
+    if longest > LEN_MAX {
+        let what = format!("{longest} tokens is above {LEN_MAX}, the most on a GPU");
+        return Err(Error::Config { key: "max_model_len", what });
     }
     if config.block_size < BLOCK_SIZE_MIN {
         let what = format!("{} is below {BLOCK_SIZE_MIN}, the least on a GPU", config.block_size);
@@ -110,6 +134,14 @@ mod tests {
         ModelConfig::from_json(tiny.as_object().expect("an object")).expect("a good configuration")
     }
 
+    fn old() -> Arch {
+        Arch::of((7, 5))
+    }
+
+    fn new() -> Arch {
+        Arch::of((9, 0))
+    }
+
     /// Else the start fails later and blames the graphs, or the first step does and blames the items.
     #[test]
     fn models_that_the_kernels_cannot_take_are_refused_at_once_with_the_size_and_the_limit() {
@@ -117,11 +149,11 @@ mod tests {
         let refused = |change: Change| {
             let mut model = model(TinyArch::Qwen3);
             change(&mut model);
-            let error = refuse_unbuilt(&model, &config, Dtype::Bf16).expect_err("it does not fit the kernels");
+            let error = refuse_unbuilt(&model, &config, Dtype::Bf16, new()).expect_err("it does not fit the kernels");
             assert!(error.to_string().ends_with("use --device cpu"), "{error}");
             error.to_string()
         };
-        refuse_unbuilt(&model(TinyArch::Qwen3), &config, Dtype::Bf16).expect("it fits");
+        refuse_unbuilt(&model(TinyArch::Qwen3), &config, Dtype::Bf16, new()).expect("it fits");
         let cases: [(Change, [&str; 2]); 6] = [
             (|model| model.head_dim = 96, ["head_dim 96", "256"]),
             (|model| (model.heads, model.kv_heads) = (34, 2), ["34 heads over 2", "16"]),
@@ -139,22 +171,33 @@ mod tests {
         };
         let mut large = model(TinyArch::Qwen3);
         at_the_limit(&mut large);
-        refuse_unbuilt(&large, &config, Dtype::F16).expect("it fits exactly");
+        refuse_unbuilt(&large, &config, Dtype::F16, new()).expect("it fits exactly");
     }
 
     #[test]
     fn gemma_in_float16_and_a_context_beyond_the_model_are_refused_before_weights_are_read() {
         let config = EngineConfig::default();
         let gemma = model(TinyArch::Gemma3);
-        refuse_unbuilt(&gemma, &config, Dtype::Bf16).expect("as it was trained");
-        let text = refuse_unbuilt(&gemma, &config, Dtype::F16).expect_err("its numbers are too large").to_string();
+        refuse_unbuilt(&gemma, &config, Dtype::Bf16, new()).expect("as it was trained");
+        let asked = EngineConfig { dtype: DtypeSetting::Float16, ..config.clone() };
+        let text =
+            refuse_unbuilt(&gemma, &asked, Dtype::F16, new()).expect_err("its numbers are too large").to_string();
         assert!(
             ["Gemma 3", "float16", "--dtype bfloat16", "--device cpu"].iter().all(|word| text.contains(word)),
             "{text}"
         );
+        // A card that has no other type is of no use for this model, and `auto` may do without it.
+        for (model, dtype, arch) in [(&gemma, Dtype::F16, old()), (&model(TinyArch::Qwen3), Dtype::Bf16, old())] {
+            let error = refuse_unbuilt(model, &config, dtype, arch).expect_err("not on this card");
+            assert!(matches!(&error, Error::NoDtype(text) if text.contains("--device cpu")), "{error}");
+        }
         let too_long = EngineConfig { max_model_len: Some(gemma.max_position + 1), ..config };
-        let error = refuse_unbuilt(&gemma, &too_long, Dtype::Bf16).expect_err("longer than the model");
+        let error = refuse_unbuilt(&gemma, &too_long, Dtype::Bf16, new()).expect_err("longer than the model");
         assert!(error.to_string().contains("max_model_len"), "{error}");
+        // No list of work could ever hold one such row.
+        let endless = ModelConfig { max_position: LEN_MAX + 1, ..model(TinyArch::Qwen3) };
+        let error = refuse_unbuilt(&endless, &EngineConfig::default(), Dtype::Bf16, new()).expect_err("too long a row");
+        assert!(error.to_string().contains("max_model_len") && error.to_string().contains("2097152"), "{error}");
     }
 
     // Field report 58.

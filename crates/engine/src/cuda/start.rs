@@ -62,10 +62,11 @@ impl CudaModel {
         let mut stages = Stages { device: device.clone(), begun: Instant::now() };
         device.bind().map_err(during("could not use the GPU"))?;
         let dtype = dtype(&device, config);
-        refuse_unbuilt(model, config, dtype)?;
+        refuse_unbuilt(model, config, dtype, device.arch())?;
         let limits = limits(&device, config, model);
         let stream = Stream::new(&device).map_err(during("could not use the GPU"))?;
         let (free, total) = device.memory_bytes().map_err(during("could not ask the GPU for its memory"))?;
+        let others_bytes = total - free;
         let bytes = arena_bytes(free, total, config.gpu_memory_utilization)?;
         let refused = |source| arena_refused(config.gpu_memory_utilization, source);
         let mut arena = Arena::new(&device, bytes).map_err(refused)?;
@@ -77,7 +78,8 @@ impl CudaModel {
         let modules = Modules::build(&device, dtype, &options.build).map_err(explain_compile)?;
         let kernels = Kernels::load(&modules, &device, model).map_err(during("could not load the kernels"))?;
         let workspace = arena.take("workspace", gemm::WORKSPACE_BYTES as usize);
-        let workspace = workspace.map_err(|source| out_of_memory(arena.ledger().regions(), Purpose::Steps, source))?;
+        let workspace = workspace
+            .map_err(|source| out_of_memory(arena.ledger().regions(), others_bytes, Purpose::Steps, source))?;
         let gemm = Gemm::open(&device, dtype, workspace, &options.build.paths)
             .map_err(during("could not open the library of matrix products"))?;
         let counts = modules.counts();
@@ -85,7 +87,7 @@ impl CudaModel {
         stages.end("kernels", &detail)?;
 
         let weights_bytes = weights::bytes(model, tied);
-        check_room(arena.ledger(), Purpose::Weights, weights_bytes)?;
+        check_room(arena.ledger(), others_bytes, Purpose::Weights, weights_bytes)?;
         let loader = Loader::new(&device, &mut arena, &stream, &kernels, model, source, (dtype, config.seed))?;
         let weights = loader.load(tied)?;
         stages.end("weights", &format!("{:.2} GB", weights_bytes as f64 / 1e9))?;
@@ -94,7 +96,7 @@ impl CudaModel {
         let head_rows = weights.head_rows;
         let taken = take_work_space(&device, &mut arena, model, &limits, (positions, head_rows));
         let (buffers, packing, sampling) =
-            taken.map_err(|source| out_of_memory(arena.ledger().regions(), Purpose::Steps, source))?;
+            taken.map_err(|source| out_of_memory(arena.ledger().regions(), others_bytes, Purpose::Steps, source))?;
         for (rope, &table) in model.ropes.iter().zip(&buffers.ropes) {
             let values = rope_table(rope, model.head_dim, positions);
             stream.upload_now(table, &values).map_err(during("could not copy the rope tables"))?;
@@ -120,13 +122,14 @@ impl CudaModel {
             kv_cache_memory_bytes: Some(left),
         };
         // A first block for a row, beside the one for padding.
-        check_room(arena.ledger(), Purpose::KvCache(None), 2 * block_bytes + rounding)?;
+        check_room(arena.ledger(), others_bytes, Purpose::KvCache(None), 2 * block_bytes + rounding)?;
         Ok(Self {
             config: model.clone(),
             shape,
             defaults,
             limits,
             enforce_eager: config.enforce_eager,
+            others_bytes,
             cache_purpose: Purpose::kv_cache(config),
             graphs_bytes: 0,
             graphs: Graphs::default(),
@@ -159,7 +162,8 @@ impl CudaModel {
         let len = (num_blocks as usize + 1) * block_size as usize * heads;
         let mut layers = Vec::with_capacity(self.config.layers.len());
         let half_bytes = (2 * len as u64).next_multiple_of(ALIGNMENT);
-        check_room(self.arena.ledger(), self.cache_purpose, 2 * self.config.layers.len() as u64 * half_bytes)?;
+        let cache_bytes = 2 * self.config.layers.len() as u64 * half_bytes;
+        check_room(self.arena.ledger(), self.others_bytes, self.cache_purpose, cache_bytes)?;
         for _ in 0..self.config.layers.len() {
             let mut half = || -> Result<_, DeviceError> {
                 let half = self.arena.take::<u16>("kv cache", len)?;

@@ -166,7 +166,7 @@ impl<'a, 's> Loader<'a, 's> {
 
     fn take(&mut self, len: usize) -> Result<Half, Error> {
         let taken = self.arena.take("weights", len);
-        taken.map_err(|source| out_of_memory(self.arena.ledger().regions(), Purpose::Weights, source))
+        taken.map_err(|source| out_of_memory(self.arena.ledger().regions(), 0, Purpose::Weights, source))
     }
 
     /// Embedding or head, with rows of zeros up to `head_rows`.

@@ -52,7 +52,7 @@ impl EngineThread {
         let end = catch_unwind(AssertUnwindSafe(|| self.serve()));
         let state = match end {
             Ok(Ok(())) => EngineState::Stopped,
-            Ok(Err(error)) => EngineState::Poisoned(chain(&error)),
+            Ok(Err(error)) => EngineState::Poisoned(crate::error::chain(&error)),
             Err(panic) => EngineState::Poisoned(format!("a step panicked: {}", panic_text(panic.as_ref()))),
         };
         if let EngineState::Poisoned(why) = &state {
@@ -223,15 +223,4 @@ impl EngineThread {
         (status.prefix_cache_queries, status.prefix_cache_hits) = scheduler.prefix_cache_counts();
         status.num_preemptions = scheduler.num_preemptions();
     }
-}
-
-/// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        text = format!("{text}: {error}");
-        source = error.source();
-    }
-    text
 }

@@ -13,8 +13,10 @@ mod gguf_weights;
 #[cfg(test)]
 mod tests;
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Map, Value};
 
@@ -26,7 +28,11 @@ use crate::gguf::Gguf;
 use crate::load::assemble::Source;
 use crate::model::Forward;
 use crate::model::config::{ConfigError, ModelConfig, token_ids};
+use crate::running::Alive;
 use crate::text::Text;
+
+/// How long `auto` waits for memory of the GPU that others hold, before it takes the CPU.
+const BUSY_WAIT: Duration = Duration::from_secs(3);
 
 /// Where a model lies and how to read it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,14 +108,15 @@ pub fn load(source: &ModelSource, config: &EngineConfig) -> Result<Loaded, Error
 }
 
 /// Loads a model onto the device that `config.device` names, with its tokenizer. `auto` takes the
-/// GPU when one is usable, with its libraries and free memory, and logs why not when none is.
+/// GPU when one is usable for this model, with its libraries and the memory that others leave, and
+/// logs why not when none is.
 /// Errors as [`load`], and when the GPU was asked for or fails while it is filled with
 /// [`Error::Device`] or [`Error::Busy`].
 pub fn load_on(source: &ModelSource, config: &EngineConfig, options: &DeviceOptions) -> Result<Loaded, Error> {
     let path = source.path.as_path();
     let failed = |source| Error::Text { path: path.to_owned(), source };
     let open = || crate::cuda::open(options);
-    let loaded = on_gpu(config.device, open, |device| {
+    let loaded = on_gpu(config.device, BUSY_WAIT, open, |device| {
         let text = match kind(source)? {
             Kind::Folder | Kind::Dummy => Text::from_dir(path).map_err(failed)?,
             Kind::Gguf => Text::from_gguf(&open_gguf(path)?).map_err(failed)?,
@@ -130,6 +137,7 @@ pub fn load_forward_on(
 ) -> Result<(Box<dyn Forward>, String), Error> {
     let loaded = on_gpu(
         config.device,
+        BUSY_WAIT,
         || crate::cuda::open(options),
         |device| {
             let name = device.properties().name.clone();
@@ -141,39 +149,54 @@ pub fn load_forward_on(
 }
 
 /// What `load` gives on the GPU, or `None` for the CPU: when that is asked for, and under `auto`
-/// when there is no GPU, no library for it, or no memory on it that others leave.
+/// when there is no GPU, no library for it, no memory on it that others leave, or no type that
+/// bears this model.
 fn on_gpu<D, T>(
     kind: DeviceKind,
-    open: impl FnOnce() -> Result<D, Error>,
-    load: impl FnOnce(D) -> Result<T, Error>,
+    busy_wait: Duration,
+    open: impl Fn() -> Result<D, Error>,
+    mut load: impl FnMut(D) -> Result<T, Error>,
 ) -> Result<Option<T>, Error> {
     if kind == DeviceKind::Cpu {
         return Ok(None);
     }
+    // Whoever ends the process meanwhile must know of a thread that may be inside the driver.
+    let _alive = Alive::loading();
     let is_auto = kind == DeviceKind::Auto;
-    let device = match open() {
-        Ok(device) => device,
-        Err(Error::Device { source, .. }) if is_auto => {
-            tracing::info!("computing on the CPU: {source}");
-            return Ok(None);
-        }
-        Err(error) => return Err(name_the_cpu(error)),
+    let has_opened = Cell::new(false);
+    let mut attempt = || {
+        has_opened.set(false);
+        let device = open()?;
+        has_opened.set(true);
+        load(device)
     };
-    match load(device) {
-        Ok(loaded) => Ok(Some(loaded)),
-        Err(error) if is_auto && is_unusable(&error) => {
-            let source = std::error::Error::source(&error).map(|source| format!(": {source}")).unwrap_or_default();
-            tracing::warn!("there is a GPU, and the engine computes on the CPU all the same: {error}{source}");
-            Ok(None)
-        }
-        Err(error) => Err(name_the_cpu(error)),
+    let mut loaded = attempt();
+    if is_auto && matches!(loaded, Err(Error::Busy(_))) {
+        // The process that this one takes the place of may be about to let its memory go.
+        std::thread::sleep(busy_wait);
+        loaded = attempt();
     }
+    let error = match loaded {
+        Ok(loaded) => return Ok(Some(loaded)),
+        Err(error) => error,
+    };
+    if !is_auto || has_opened.get() && !is_unusable(&error) {
+        return Err(name_the_cpu(error));
+    }
+    let why = crate::error::chain(&error);
+    if crate::cuda::is_there() {
+        tracing::warn!("there is a GPU, and the engine computes on the CPU all the same: {why}");
+    } else {
+        tracing::info!("computing on the CPU: {why}");
+    }
+    Ok(None)
 }
 
-/// Whether the GPU cannot be used at all, whatever the model: a library is missing, or others
-/// hold its memory.
+/// Whether the GPU cannot be used, and no other model or setting would help it much: a library is
+/// missing, others hold its memory, or it has no type for the model.
 fn is_unusable(error: &Error) -> bool {
-    matches!(error, Error::Busy(_) | Error::Device { source: overnight_kernels::Error::Library { .. }, .. })
+    let is_library = matches!(error, Error::Device { source: overnight_kernels::Error::Library { .. }, .. });
+    is_library || matches!(error, Error::Busy(_) | Error::NoDtype(_))
 }
 
 /// Says how to do without the GPU, where nothing else does.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -183,30 +184,46 @@ fn lost_device() -> Error {
     Error::Device { stage: "could not fill weights".to_owned(), source }
 }
 
+const WAIT: Duration = Duration::from_millis(1);
+
 #[test]
 fn auto_takes_the_cpu_when_the_gpu_cannot_be_used_and_only_then() {
     let busy = || Error::Busy("all of it".to_owned());
-    let auto = |load: fn() -> Result<u32, Error>| on_gpu(DeviceKind::Auto, || Ok(()), |()| load());
+    let auto = |load: fn() -> Result<u32, Error>| on_gpu(DeviceKind::Auto, WAIT, || Ok(()), |()| load());
     assert_eq!(auto(|| Ok(7)).expect("a usable GPU"), Some(7));
-    let none = on_gpu(DeviceKind::Auto, || Err::<(), _>(missing_library()), |()| Ok(7));
+    let none = on_gpu(DeviceKind::Auto, WAIT, || Err::<(), _>(missing_library()), |()| Ok(7));
     assert_eq!(none.expect("no driver is no failure"), None);
     assert_eq!(auto(|| Err(missing_library())).expect("no NVRTC is none either"), None);
-    let held = on_gpu(DeviceKind::Auto, || Ok(()), |()| Err::<u32, _>(busy()));
+    let held = on_gpu(DeviceKind::Auto, WAIT, || Ok(()), |()| Err::<u32, _>(busy()));
     assert_eq!(held.expect("nor is memory that others hold"), None);
+    let no_type = || Err(Error::NoDtype("Gemma 3 in float16".to_owned()));
+    assert_eq!(auto(no_type).expect("nor a card too old for the model's numbers"), None);
+    // What a process that ends lets go is there at the second look.
+    let mut looks = 0;
+    let late = on_gpu(
+        DeviceKind::Auto,
+        WAIT,
+        || Ok(()),
+        |()| {
+            looks += 1;
+            if looks == 1 { Err(busy()) } else { Ok(7) }
+        },
+    );
+    assert_eq!((late.expect("free by then"), looks), (Some(7), 2));
     // A GPU that fails, and a model that is wrong, are not hidden behind a slower device.
     auto(|| Err(lost_device())).expect_err("the device failed");
     auto(|| Err(Error::Unsupported("head_dim 96".to_owned()))).expect_err("the model does not fit the kernels");
-    let cpu = on_gpu(DeviceKind::Cpu, || -> Result<(), _> { panic!("it is not looked for") }, |()| Ok(7));
+    let cpu = on_gpu(DeviceKind::Cpu, WAIT, || -> Result<(), _> { panic!("it is not looked for") }, |()| Ok(7));
     assert_eq!(cpu.expect("asked for"), None);
 }
 
 #[test]
 fn a_gpu_that_was_asked_for_fails_and_the_words_name_the_cpu() {
     let words = |error: Error| error.to_string();
-    let cuda = |load: fn() -> Result<u32, Error>| on_gpu(DeviceKind::Cuda, || Ok(()), |()| load()).map_err(words);
+    let cuda = |load: fn() -> Result<u32, Error>| on_gpu(DeviceKind::Cuda, WAIT, || Ok(()), |()| load()).map_err(words);
     let no_library = cuda(|| Err(missing_library())).expect_err("asked for");
     assert!(no_library.contains("could not build the kernels") && no_library.contains("--device cpu"), "{no_library}");
-    let no_driver = on_gpu(DeviceKind::Cuda, || Err::<(), _>(missing_library()), |()| Ok(7)).map_err(words);
+    let no_driver = on_gpu(DeviceKind::Cuda, WAIT, || Err::<(), _>(missing_library()), |()| Ok(7)).map_err(words);
     assert!(no_driver.expect_err("asked for").contains("--device cpu"));
     assert_eq!(cuda(|| Err(lost_device())), Err("could not fill weights".to_owned()), "no missing library");
 }

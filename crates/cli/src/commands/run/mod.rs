@@ -181,8 +181,9 @@ async fn work(config: &crate::config::Config, place: &Place, job: JobId, app: &A
         _ = stops.next() => {
             app.ui.summary("stopped before the first request; the same command starts it");
             place.store.close().await;
-            // The loading thread cannot be interrupted and holds nothing durable.
-            std::process::exit(Exit::Interrupted as i32);
+            // The loading thread cannot be interrupted and holds nothing durable. It may be inside
+            // the driver, which must not be unloaded under it.
+            overnight_engine::exit_at_once(Exit::Interrupted as u8);
         }
     };
     let late = LateEngine::new(engine::served_names(config), config.worker.engine_stall_max);

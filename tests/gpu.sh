@@ -9,13 +9,13 @@
 # these packages), logits (an example of the engine), batch, and for the failure of a device
 # batch-failpoints and system. What is missing fails its part by name; with OVERNIGHT_TEST_REQUIRE
 # set to nothing it is passed over.
-# PARTS: some of "engine fault kernels memcheck racecheck initcheck goldens bench", in that order.
+# PARTS: some of "engine fault kernels memcheck racecheck initcheck goldens doctor bench", in that order.
 # OUT: gets summary.txt, kernels.txt, kernels.json and logs.tar.gz (default target/gpu-out).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 bin=$(realpath -m "${1:-target/gpu}")
 out=$(realpath -m "${OUT:-target/gpu-out}")
-parts=${PARTS:-engine fault kernels memcheck racecheck initcheck goldens bench}
+parts=${PARTS:-engine fault kernels memcheck racecheck initcheck goldens doctor bench}
 limit=${LIMIT:-470}
 begun=$SECONDS
 work=$(mktemp -d)
@@ -45,8 +45,8 @@ fail() { failed=1; note "FAIL  $*"; }
 
 # missing PART WHAT: a part that cannot run.
 missing() {
-  case ",$OVERNIGHT_TEST_REQUIRE," in
-    *,gpu,*) fail "$1: $2 (leave it out by PARTS, or set OVERNIGHT_TEST_REQUIRE= )" ;;
+  case "$OVERNIGHT_TEST_REQUIRE" in
+    ?*) fail "$1: $2 (leave it out by PARTS, or set OVERNIGHT_TEST_REQUIRE= )" ;;
     *) note "SKIP  $1: $2" ;;
   esac
 }
@@ -113,6 +113,7 @@ for name in $parts; do
       for family in rms_norm attention_decode attention_prefill sampling; do sanitize racecheck 60 "$family" "$family"; done
       ;;
     goldens) has logits goldens && part goldens 120 python3 tests/goldens/compare_cuda.py "$bin/logits" ;;
+    doctor) has batch doctor && part doctor 60 "$bin/batch" doctor --device cuda --data-dir "$work/doctor" ;;
     bench)
       if has batch bench; then
         part bench 180 "$bin/batch" bench kernels --output-json "$out/kernels.json"

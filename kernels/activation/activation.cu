@@ -23,7 +23,7 @@ struct GeluTanh {
 };
 
 template <class Act>
-__device__ __forceinline__ void act_mul(T* __restrict__ out, const T* __restrict__ gate_up, u32 num_tokens,
+__device__ __forceinline__ void act_mul(T* out, const T* gate_up, u32 num_tokens,
                                         u32 intermediate) {
     grid_wait();
     grid_launch_dependents();

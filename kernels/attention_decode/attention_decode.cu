@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_query(u32 q[D / 16][WIDE ? 4 : 2], const Ar
             // part: column half for the narrow form; row half, then column half for the wide one.
             const int row_half = WIDE ? part & 1 : 0, column_half = WIDE ? part >> 1 : part;
             const bool real = w.valid && row + 8 * row_half < group;
-            q[step][part] = real ? __ldg((const u32*)(source + row_half * 8 * D + step * 16 + column_half * 8)) : 0u;
+            q[step][part] = real ? *(const u32*)(source + row_half * 8 * D + step * 16 + column_half * 8) : 0u;
         }
     }
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void attention_decode(const Arguments& a, u32 num_ent
         Work w = {0, 0, 0, 0, 0, 0, 0, 0};
         if (index < num_items) {
             const u64 entry = index / a.num_kv_heads;
-            const uint4 first = __ldg((const uint4*)a.work + 2 * entry), second = __ldg((const uint4*)a.work + 2 * entry + 1);
+            const uint4 first = ((const uint4*)a.work)[2 * entry], second = ((const uint4*)a.work)[2 * entry + 1];
             w = Work{first.x, first.y, first.z, first.w, second.x, second.y, index % a.num_kv_heads, 1};
         }
         return w;

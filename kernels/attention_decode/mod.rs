@@ -27,7 +27,7 @@ pub const PLAN_SOURCE: Source =
 pub const GROUP_MAX: u32 = 16;
 
 /// Words of an entry of the work list.
-const ENTRY_WORDS: usize = 8;
+pub(crate) const ENTRY_WORDS: usize = 8;
 /// Threads of the plan's one CTA.
 const PLAN_THREADS: u32 = 1024;
 /// Tokens that a warp loads at a time.

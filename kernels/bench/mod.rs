@@ -9,6 +9,7 @@
 
 mod attention;
 mod gemm;
+mod lists;
 mod rows;
 
 use serde::Serialize;
@@ -113,6 +114,27 @@ pub enum Case {
         /// Rows of the table.
         vocab_size: u32,
     },
+    /// The work list of decode attention.
+    DecodePlan {
+        /// Rows.
+        rows: u32,
+        /// Tokens in the cache of each.
+        context_len: u32,
+        /// Elements of a head, which decide the length of a chunk.
+        head_dim: u32,
+    },
+    /// Block tables from their packed form.
+    BlockTables {
+        /// Rows.
+        rows: u32,
+        /// Blocks of each.
+        blocks: u32,
+    },
+    /// Chosen tokens as inputs of the next step.
+    TokenFeedback {
+        /// Rows.
+        rows: u32,
+    },
     /// Choice of a token from each row of logits.
     Sampling {
         /// Rows.
@@ -209,6 +231,7 @@ impl Bench {
             Case::AttentionDecode { .. } | Case::AttentionPrefill { .. } | Case::QkNormRopeKvWrite { .. } => {
                 self.attention(case)
             }
+            Case::DecodePlan { .. } | Case::BlockTables { .. } | Case::TokenFeedback { .. } => self.lists(case),
             Case::Gemm { m, n, k, accumulates } => self.product(crate::gemm::Shape { m, n, k, accumulates }),
             _ => self.rows(case),
         }
@@ -347,6 +370,9 @@ mod tests {
             Case::SiluMul { rows: 5, intermediate: 3072 },
             Case::GeluTanhMul { rows: 5, intermediate: 3072 },
             Case::EmbeddingGather { rows: 5, hidden: 1024, vocab_size: 1000 },
+            Case::DecodePlan { rows: 5, context_len: 5000, head_dim },
+            Case::BlockTables { rows: 9, blocks: 33 },
+            Case::TokenFeedback { rows: 300 },
             Case::Sampling { rows: 4, vocab_size: 5000, temperature: 0.0, top_p: 1.0 },
             Case::Sampling { rows: 4, vocab_size: 5000, temperature: 0.8, top_p: 0.95 },
             Case::Gemm { m: 33, n: 512, k: 256, accumulates: true },

@@ -8,7 +8,7 @@
 #include "vector.cuh"
 
 extern "C" __global__ void embedding_gather(T* __restrict__ out, const T* __restrict__ table,
-                                            const u32* __restrict__ token_ids, u32 num_tokens, u32 hidden,
+                                            const u32* token_ids, u32 num_tokens, u32 hidden,
                                             float scale) {
     grid_wait();
     grid_launch_dependents();

@@ -10,10 +10,12 @@ __device__ __forceinline__ uint4 load_vector(const T* from) {
     return *reinterpret_cast<const uint4*>(from);
 }
 
-// Data that no thread of the grid writes and that is read once: keeps out of L1.
+// Data that is read once: keeps out of L1. Not by the read-only path, which wants data that nobody
+// writes while the kernel lives: with programmatic dependent launch that begins before the kernel
+// that writes it has ended.
 __device__ __forceinline__ uint4 load_vector_once(const T* from) {
     uint4 vector;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(vector.x), "=r"(vector.y), "=r"(vector.z), "=r"(vector.w)
                  : "l"(from));
     return vector;

@@ -73,7 +73,7 @@ __device__ __forceinline__ u32 row_of_thread() { return blockIdx.x * blockDim.y 
 #endif
 
 extern "C" __global__ void FULL_SM
-    rms_norm(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ weight,
+    rms_norm(T* out, const T* x, const T* __restrict__ weight,
              const u32* __restrict__ row_index, u32 num_rows, u32 hidden, float eps, float weight_offset) {
     __shared__ float partial[WARP * WARP];
     uint4 w[VECTORS], row[VECTORS];

@@ -24,7 +24,7 @@ pub(crate) struct EngineFlags {
     /// A Jinja file to render chats with [default: the model's own template]
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
-    /// Where to compute: auto (a GPU that answers, else the CPU), cpu or cuda
+    /// Where to compute: auto (a usable GPU, else the CPU), cpu or cuda
     #[arg(long, value_name = "DEVICE")]
     pub(crate) device: Option<String>,
     /// Type of weights and KV cache on a GPU: auto, bfloat16 or float16

@@ -41,7 +41,7 @@ pub(crate) struct FleetArgs {
     /// Requests in each job [default: what one worker answers in forty seconds]
     #[arg(long, value_parser = human::parse_count)]
     items: Option<u64>,
-    /// Database to use instead of a fresh SQLite file
+    /// Database to use instead of a fresh SQLite file; PGPASSWORD or ~/.pgpass may hold its password
     #[arg(long, value_name = "URL")]
     database: Option<String>,
     /// Object store to use instead of a fresh local folder
@@ -60,7 +60,7 @@ pub(crate) async fn run(args: FleetArgs, app: &App) -> Result {
     let site = Site::new(folder.path().join("data"), args.database.as_deref(), args.objects.as_deref())
         .with(format!("engine.instant_items_per_s={}", args.rate));
     let server = Server::start(&site, false).await?;
-    let fleet = Fleet { client: server.client()?, store: site.store(app).await?, site, input };
+    let fleet = Fleet { client: server.client()?, store: site.store().await?, site, input };
 
     let mut workers = Vec::new();
     fleet.join(&mut workers, 1).await?;

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use overnight_store::Store;
 
-use crate::App;
 use crate::client::Client;
 use crate::config::{Loaded, Setting, path_text};
+use crate::environment;
 use crate::error::{Exit, Failure, Result};
 use crate::host;
 use crate::output::human;
@@ -26,15 +26,17 @@ pub(super) struct Site {
     database: Option<String>,
     /// `key=value` pairs for `--set`.
     settings: Vec<String>,
+    /// Addresses, which may hold a password: every user of the machine can read a command line.
+    environment: Vec<(&'static str, String)>,
 }
 
 impl Site {
     /// On a data folder of its own, with a database and an object store elsewhere when given.
     pub(super) fn new(data_dir: PathBuf, database: Option<&str>, objects: Option<&str>) -> Self {
-        let mut settings = vec!["engine.kind=instant".to_owned(), "log.filter=warn".to_owned()];
-        settings.extend(database.map(|url| format!("database.url={url}")));
-        settings.extend(objects.map(|url| format!("objects.url={url}")));
-        Self { data_dir, database: database.map(str::to_owned), settings }
+        let settings = vec!["engine.kind=instant".to_owned(), "log.filter=warn".to_owned()];
+        let urls = [("OVERNIGHT_DATABASE__URL", database), ("OVERNIGHT_OBJECTS__URL", objects)];
+        let environment = urls.into_iter().filter_map(|(name, url)| Some((name, url?.to_owned()))).collect();
+        Self { data_dir, database: database.map(str::to_owned), settings, environment }
     }
 
     /// The same with another setting.
@@ -44,18 +46,24 @@ impl Site {
     }
 
     /// The database, once a process of this site has made it.
-    pub(super) async fn store(&self, app: &App) -> Result<Arc<dyn Store>> {
+    pub(super) async fn store(&self) -> Result<Arc<dyn Store>> {
         let mut settings = vec![Setting::flag("--dir", "data_dir", path_text(&self.data_dir)?)];
         settings.extend(self.database.as_deref().map(|url| Setting::flag("--database", "database.url", url)));
-        let config = Loaded::read(&app.globals, settings)?.config;
+        // Of these alone, as the processes: neither a file nor a variable of a real installation.
+        let config = Loaded::from_settings(settings)?.config;
         Database::of(&config)?.open(Opening::Look).await
     }
 
     fn spawn(&self, words: &[&str]) -> Result<Child> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(words).arg("--data-dir").arg(&self.data_dir);
-        // Only what is measured is configured.
+        // Only what is measured is configured, and no database of a real installation is met.
         command.args(["--config", "/dev/null"]).stdin(Stdio::null()).stdout(Stdio::null());
+        for (name, _) in environment::with_prefix("OVERNIGHT_") {
+            command.env_remove(name);
+        }
+        command.env_remove("DATABASE_URL").env_remove("RUST_LOG");
+        command.envs(self.environment.iter().map(|(name, url)| (name, url)));
         for setting in &self.settings {
             command.args(["--set", setting]);
         }

@@ -48,17 +48,26 @@ fn generate(model: Box<dyn Forward>, config: &EngineConfig, requests: &[Request]
     run(model, config, requests, None).0
 }
 
-/// The same with how often blocks were taken away. `expected_output`: output tokens that admission
-/// keeps room for; few make preemptions.
+/// What an engine counted of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Counts {
+    /// How often blocks were taken away.
+    preemptions: u64,
+    /// Tokens of prompts that were found in the prefix cache.
+    prefix_hits: u64,
+}
+
+/// The same with what the engine counted. `expected_output`: output tokens that admission keeps
+/// room for; few make preemptions.
 fn run(
     model: Box<dyn Forward>,
     config: &EngineConfig,
     requests: &[Request],
     expected_output: Option<u32>,
-) -> (Vec<Vec<Choice>>, u64) {
+) -> (Vec<Vec<Choice>>, Counts) {
     let mut limits = Limits::resolve(model.shape(), config, None, None).expect("good settings");
     limits.expected_output_min = expected_output.unwrap_or(limits.expected_output_min);
-    let mut engine = Engine::new(model, limits, true).expect("it starts");
+    let mut engine = Engine::new(model, limits, config.enable_prefix_caching).expect("it starts");
     let mut choices: HashMap<RequestId, Vec<Choice>> = HashMap::new();
     for request in requests {
         engine.add(request.clone()).expect("the door lets it in");
@@ -72,7 +81,8 @@ fn run(
     let num_blocks = engine.limits().num_blocks;
     assert_eq!(engine.scheduler().num_free_blocks(), num_blocks, "all blocks come back");
     let choices = requests.iter().map(|request| choices.remove(&request.id).unwrap_or_default()).collect();
-    (choices, engine.scheduler().num_preemptions())
+    let scheduler = engine.scheduler();
+    (choices, Counts { preemptions: scheduler.num_preemptions(), prefix_hits: scheduler.prefix_cache_counts().1 })
 }
 
 /// Nats between the two likeliest tokens.
@@ -202,13 +212,42 @@ fn preempted_sequences_end_as_those_that_had_room() {
     for arch in [TinyArch::Qwen3, TinyArch::Gemma3] {
         let tiny = tiny(arch, 64);
         let (want, none) = run(Box::new(model_on_gpu(&tiny, &roomy)), &roomy, &requests, None);
-        let (got, num_preemptions) = run(Box::new(model_on_gpu(&tiny, &tight)), &tight, &requests, Some(1));
-        assert!(none == 0 && num_preemptions > 0, "{arch:?}: {none} and {num_preemptions} preemptions");
+        let (got, some) = run(Box::new(model_on_gpu(&tiny, &tight)), &tight, &requests, Some(1));
+        assert!(none.preemptions == 0 && some.preemptions > 0, "{arch:?}: {none:?} and {some:?}");
         assert!(got.iter().all(|tokens| tokens.len() == 60), "{arch:?}: every token is there, once");
         for (index, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_equal_where_margins_allow(got, want, &format!("{arch:?}, sequence {index}"));
         }
         // Ties are few: that every sequence met one would be a fault of its own.
+        let num_equal = got.iter().zip(&want).filter(|(got, want)| tokens(got) == tokens(want)).count();
+        assert!(num_equal * 10 >= want.len() * 8, "{arch:?}: {num_equal} of {} sequences are equal", want.len());
+    }
+}
+
+/// Prompts that begin alike: what one has computed is read by the others, and no token changes.
+#[test]
+fn sequences_that_hit_the_prefix_cache_end_as_those_that_compute_all() {
+    if !has_gpu("sequences_that_hit_the_prefix_cache_end_as_those_that_compute_all") {
+        return;
+    }
+    let shared = ids(300, 99);
+    let requests: Vec<Request> = (0..24)
+        .map(|salt| {
+            let own = greedy(salt, 5 + salt as usize, 30);
+            Request { prompt: [&shared[..], &own.prompt[..]].concat(), ..own }
+        })
+        .collect();
+    let cached = EngineConfig { max_num_seqs: Some(16), max_model_len: Some(512), ..config(DtypeSetting::Bfloat16) };
+    let plain = EngineConfig { enable_prefix_caching: false, ..cached.clone() };
+    for arch in [TinyArch::Qwen3, TinyArch::Llama, TinyArch::Gemma3] {
+        let tiny = tiny(arch, 64);
+        let (want, none) = run(Box::new(model_on_gpu(&tiny, &plain)), &plain, &requests, None);
+        let (got, some) = run(Box::new(model_on_gpu(&tiny, &cached)), &cached, &requests, None);
+        assert_eq!(none.prefix_hits, 0);
+        assert!(some.prefix_hits >= 20 * 288, "{arch:?}: {some:?} of 23 times 300 shared tokens");
+        for (index, (got, want)) in got.iter().zip(&want).enumerate() {
+            assert_equal_where_margins_allow(got, want, &format!("{arch:?}, sequence {index}"));
+        }
         let num_equal = got.iter().zip(&want).filter(|(got, want)| tokens(got) == tokens(want)).count();
         assert!(num_equal * 10 >= want.len() * 8, "{arch:?}: {num_equal} of {} sequences are equal", want.len());
     }

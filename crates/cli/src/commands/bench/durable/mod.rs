@@ -38,7 +38,7 @@ pub(crate) struct DurableArgs {
     /// Bytes of each line, about; at least 120
     #[arg(long, default_value = "150", value_parser = human::parse_bytes)]
     line_bytes: u64,
-    /// Database to use instead of a fresh SQLite file
+    /// Database to use instead of a fresh SQLite file; PGPASSWORD or ~/.pgpass may hold its password
     #[arg(long, value_name = "URL")]
     database: Option<String>,
     /// Object store to use instead of a fresh local folder
@@ -125,7 +125,7 @@ struct Watch {
 
 async fn measure(args: &DurableArgs, site: &Site, server: &mut Server, input: &Path, app: &App) -> Result<Figures> {
     let client = server.client()?;
-    let store = site.store(app).await?;
+    let store = site.store().await?;
     let size_before =
         store.size_bytes().await.map_err(|err| Failure::from_error("ask for the database's size", &err))?;
     let start = Instant::now();

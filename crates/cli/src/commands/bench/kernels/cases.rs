@@ -20,6 +20,8 @@ pub(super) enum Family {
     Activation,
     /// Gather of embedding rows
     Embedding,
+    /// Lists of a step: work of decode attention, block tables, chosen tokens as inputs
+    Lists,
     /// Greedy choice and choice from a nucleus
     Sampling,
     /// Matrix products, beside the best algorithm of cuBLASLt
@@ -36,6 +38,7 @@ impl Family {
             Self::RmsNorm => "rms-norm",
             Self::Activation => "activation",
             Self::Embedding => "embedding",
+            Self::Lists => "lists",
             Self::Sampling => "sampling",
             Self::Gemm => "gemm",
         }
@@ -70,6 +73,8 @@ const DECODE: [(u32, &[u32]); 2] = [(2048, &[1, 8, 32, 128, 256]), (8192, &[1, 8
 const PREFILL: [(u32, u32); 3] = [(16, 1024), (8, 2048), (2, 8192)];
 /// Tokens of a step.
 const TOKENS: [u32; 4] = [1, 256, 2048, 16_384];
+/// Rows of a decode step, for its lists.
+const STEPS: [u32; 3] = [1, 256, 1024];
 /// Rows of a step that choose.
 const CHOICES: [u32; 3] = [1, 64, 512];
 
@@ -110,6 +115,9 @@ pub(super) fn all(memory_bytes: u64) -> impl Iterator<Item = (Family, Case)> {
         |dims, rows| Case::EmbeddingGather { rows, hidden: dims.hidden, vocab_size: VOCAB_SIZE },
         Family::Embedding,
     ));
+    cases.extend(STEPS.map(|rows| (Family::Lists, Case::DecodePlan { rows, context_len: 2048, head_dim: 128 })));
+    cases.extend(STEPS.map(|rows| (Family::Lists, Case::BlockTables { rows, blocks: 2048 / 64 })));
+    cases.extend(STEPS.map(|rows| (Family::Lists, Case::TokenFeedback { rows })));
     for (temperature, top_p) in [(0.0, 1.0), (0.8, 1.0), (0.8, 0.95)] {
         cases.extend(
             CHOICES.map(|rows| (Family::Sampling, Case::Sampling { rows, vocab_size: VOCAB_SIZE, temperature, top_p })),
@@ -150,6 +158,9 @@ pub(super) fn name(case: Case) -> &'static str {
         Case::SiluMul { .. } => "silu_mul",
         Case::GeluTanhMul { .. } => "gelu_tanh_mul",
         Case::EmbeddingGather { .. } => "embedding_gather",
+        Case::DecodePlan { .. } => "attention_decode_plan",
+        Case::BlockTables { .. } => "expand_block_tables",
+        Case::TokenFeedback { .. } => "feed_tokens",
         Case::Sampling { .. } => "sampling",
         Case::Gemm { .. } => "gemm",
     }
@@ -174,6 +185,9 @@ pub(super) fn shape(case: Case) -> String {
         Case::SiluMul { rows, intermediate } | Case::GeluTanhMul { rows, intermediate } => {
             format!("{rows} tokens x {intermediate}")
         }
+        Case::DecodePlan { rows, context_len, head_dim } => format!("{rows} x {context_len}, heads of {head_dim}"),
+        Case::BlockTables { rows, blocks } => format!("{rows} x {blocks} blocks"),
+        Case::TokenFeedback { rows } => format!("{rows} rows"),
         Case::Sampling { rows, vocab_size, temperature, top_p } => {
             let how = match (temperature >= 1e-5, top_p < 1.0) {
                 (false, _) => "greedy".to_owned(),

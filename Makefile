@@ -69,7 +69,7 @@ test: setup gates
 	export OVERNIGHT_TEST_TOKENIZERS="$$PWD/target/tokenizers"
 	tests/with_services.sh cargo nextest run --workspace --features $(FEATURES) --profile ci
 	# Again where database and objects are others: what depends on them, with fewer random rounds.
-	depends='binary(system) & test(/^(breakdown|clients|crash_points|full_disk|kill|late_commit|roles|run|states|stops|sync_order)::/) - test(real_model)'
+	depends='binary(system) & test(/^(breakdown|clients|crash_points|full_disk|kill|late_commit|restore|roles|run|states|stops|sync_order)::/) - test(real_model)'
 	for backend in postgres postgres-s3; do
 	  echo "== system tests on $$backend"
 	  OVERNIGHT_TEST_BACKEND=$$backend SERVICES='postgres s3s_fs' tests/with_services.sh cargo nextest run --workspace --features $(FEATURES) --profile ci -E "$$depends"
@@ -84,7 +84,8 @@ bench:
 chaos:
 	@tests/setup.sh chaos
 	cargo build --quiet --workspace --all-targets --features $(FEATURES)
-	everything=garage,postgres,s3
+	export OVERNIGHT_TEST_GARAGE_BIN="$$PWD/target/tools/bin/garage"
+	everything=azurite,garage,postgres,s3
 	if ip netns add overnight-probe 2>/dev/null && ip netns del overnight-probe; then everything+=,netns; fi
 	export OVERNIGHT_TEST_REQUIRE="$${OVERNIGHT_TEST_REQUIRE-$$everything}"
 	# Uncaptured, so that each round says its seed when it is over. ROUNDS=n for another number,

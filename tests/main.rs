@@ -18,6 +18,7 @@ mod memory;
 mod metrics;
 mod peer;
 mod remote_store;
+mod restore;
 mod roles;
 mod run;
 mod states;

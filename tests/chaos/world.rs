@@ -33,6 +33,11 @@ pub(crate) const SETTINGS: &[(&str, &str)] = &[
     ("OVERNIGHT_WORKER__POLL_EVERY", "100ms"),
     ("OVERNIGHT_WORKER__SIGNALS_EVERY", "100ms"),
     ("OVERNIGHT_WORKER__SHUTDOWN_GRACE", "2s"),
+    // Beside the work, and over the clock that jumps: ages far below what it jumps by, and
+    // above what a process that is stopped takes for a write.
+    ("OVERNIGHT_WORKER__SWEEP_EVERY", "400ms"),
+    ("OVERNIGHT_WORKER__ORPHANS_KEPT_FOR", "10s"),
+    ("OVERNIGHT_WORKER__UNCLAIMED_KEPT_FOR", "60s"),
     // A shard whose leases die again and again is not to blame here.
     ("OVERNIGHT_WORKER__CRASHES_MAX", "100"),
     ("OVERNIGHT_API__FREE_DISK_BYTES_MIN", "0"),

@@ -23,7 +23,8 @@ impl Blobs {
     }
 
     /// One call within its limit. A name that is not there in a storage that is not the
-    /// one that was opened is the storage's trouble.
+    /// one that was opened is the storage's trouble, and so is one that is there at a second
+    /// look: a gateway says 404 while what stands behind it starts.
     pub(crate) async fn call<T>(
         &self,
         doing: &'static str,
@@ -33,7 +34,12 @@ impl Blobs {
         match self.call_unproved(doing, name, work).await {
             Err(err) if err.is_missing() => {
                 self.require_mounted(doing, name).await?;
-                Err(err)
+                let path = self.path(name);
+                match self.call_unproved(doing, name, self.driver().head(&path)).await {
+                    Err(again) if again.is_missing() => Err(err),
+                    Err(again) => Err(again),
+                    Ok(_) => Err(Error::unavailable(doing, name, "it was told missing and is there".to_owned())),
+                }
             }
             done => done,
         }

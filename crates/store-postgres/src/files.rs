@@ -108,6 +108,8 @@ impl Files for PostgresStore {
             select f.file_id from files f
             where coalesce(f.deleted_at, f.expires_at) is not null
                 and coalesce(f.deleted_at, f.expires_at) <= (select now from clock)
+                -- A create that found it in time has committed by then, and is seen below.
+                and (f.deleted_at is not null or f.expires_at <= (select now from clock) - 60000000)
                 and not exists (select 1 from jobs j where j.input_file_id = f.file_id
                     and j.state in ('validating', 'in_progress', 'finalizing', 'cancelling'))
             order by coalesce(f.deleted_at, f.expires_at) limit $2"
@@ -125,10 +127,17 @@ impl Files for PostgresStore {
     }
 
     async fn known_files(&self, ids: &[FileId]) -> Result<Vec<FileId>, Error> {
-        sqlx::query("select file_id from files where file_id = any($1)")
-            .bind(uuids(ids.iter().map(FileId::uuid)))
-            .list(self, "tell known files", |row| row.file_id("file_id"))
-            .await
+        sqlx::query(
+            "select file_id from files where file_id = any($1)
+            union select output_file_id from jobs
+                where state in ('finalizing', 'cancelling') and output_file_id = any($1)
+            union select error_file_id from jobs
+                where state in ('finalizing', 'cancelling') and error_file_id = any($1)
+            order by 1",
+        )
+        .bind(uuids(ids.iter().map(FileId::uuid)))
+        .list(self, "tell known files", |row| row.file_id("file_id"))
+        .await
     }
 }
 

@@ -19,9 +19,15 @@ pub(crate) async fn find_by_key(write: &mut Write, wanted: &IdempotencyKey) -> R
     sqlx::query(
         "delete from idempotency_keys where key in (
             select k.key from idempotency_keys k where k.created_at < $1 order by k.created_at limit 10
-            for update skip locked)
-            or key = $2 and (created_at < $1
-                or exists (select 1 from jobs j where j.job_id = idempotency_keys.job_id and j.deleted_at is not null))",
+            for update skip locked)",
+    )
+    .bind(now - KEY_KEPT_US)
+    .change(write)
+    .await?;
+    // A statement of its own: an `or` of both would read every key.
+    sqlx::query(
+        "delete from idempotency_keys where key = $2 and (created_at < $1
+            or exists (select 1 from jobs j where j.job_id = idempotency_keys.job_id and j.deleted_at is not null))",
     )
     .bind(now - KEY_KEPT_US)
     .bind(&wanted.key)

@@ -54,8 +54,12 @@ use sqlx::postgres::PgPoolOptions;
 pub use migrate::{SchemaState, migrate, schema_state};
 pub use options::{ClockOffset, Options, Url};
 
+use crate::row::Read;
+use crate::statement::Statement;
 use crate::wake::Wakes;
 
+/// A connection that comes back after a call without an answer must answer within this time.
+const RELEASE_MAX: Duration = Duration::from_secs(3);
 /// A connection that was idle for longer is tried before it is used: its server may have
 /// been restarted since.
 const IDLE_UNTRIED_MAX: Duration = Duration::from_secs(1);
@@ -77,7 +81,7 @@ impl PostgresStore {
     /// [`Error::Schema`]. A server that does not answer is [`Error::Unavailable`].
     pub async fn open(url: &Url, options: Options) -> Result<Self, Error> {
         let pool = pool(url, &options);
-        if let Err(err) = migrate::prepare(&pool, options.migrate).await {
+        if let Err(err) = migrate::prepare(&pool, options.migrate, options.call_max()).await {
             pool.close().await;
             return Err(err);
         }
@@ -130,6 +134,16 @@ pub(crate) fn pool(url: &Url, options: &Options) -> PgPool {
                 Ok(matches!(tokio::time::timeout(Duration::from_secs(3), alive).await, Ok(Ok(()))))
             })
         })
+        .after_release(|connection, _| {
+            Box::pin(async move {
+                if !statement::is_suspect() {
+                    return Ok(true);
+                }
+                let alive = tokio::time::timeout(RELEASE_MAX, sqlx::Connection::ping(connection)).await;
+                // An error closes it without a word to a server that does not listen.
+                alive.unwrap_or_else(|_| Err(sqlx::Error::PoolTimedOut)).map(|()| true)
+            })
+        })
         .connect_lazy_with(options.connect(url))
 }
 
@@ -147,6 +161,21 @@ impl Store for PostgresStore {
 
     async fn now(&self) -> Result<Timestamp, Error> {
         Ok(Timestamp::from_micros(self.read_now("read the database's clock").await?))
+    }
+
+    async fn keep_objects_id(&self, mine: uuid::Uuid) -> Result<uuid::Uuid, Error> {
+        let doing = "keep the objects' id";
+        sqlx::query("insert into installation (one, objects_id) values (1, $1) on conflict (one) do nothing")
+            .bind(mine)
+            .change_of(self, doing)
+            .await?;
+        // A statement of its own: what another process has just kept is not seen by the first.
+        let kept = sqlx::query("select objects_id from installation").find(self, doing, |row| row.uuid("objects_id"));
+        Ok(kept.await?.unwrap_or(mine))
+    }
+
+    async fn forget_objects_id(&self) -> Result<bool, Error> {
+        Ok(sqlx::query("delete from installation").change_of(self, "forget the objects' id").await? > 0)
     }
 
     async fn check(&self) -> Result<Vec<String>, Error> {

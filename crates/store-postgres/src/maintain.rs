@@ -46,7 +46,9 @@ impl PostgresStore {
     pub async fn vacuum(&self) -> Result<(), Error> {
         let doing = "vacuum the database";
         // On a connection of its own: no limit of a session's statements fits it.
-        let mut own = PgConnection::connect_with(&self.url.connect()).await.map_err(failed(doing))?;
+        let connect = self.url.connect();
+        let own = async { PgConnection::connect_with(&connect).await.map_err(failed(doing)) };
+        let mut own = in_time(self.call_max, doing, own).await?;
         for statement in VACUUM {
             sqlx::query(*statement).execute(&mut own).await.map_err(failed(doing))?;
         }
@@ -56,8 +58,8 @@ impl PostgresStore {
     /// Reads one snapshot of the whole, while others go on.
     pub(crate) async fn find_faults_of_structure(&self) -> Result<Vec<String>, Error> {
         let doing = "check the database";
-        let mut read =
-            self.pool.begin_with("begin isolation level repeatable read read only").await.map_err(failed(doing))?;
+        let begin = self.pool.begin_with("begin isolation level repeatable read read only");
+        let mut read = in_time(self.call_max, doing, Box::pin(async { begin.await.map_err(failed(doing)) })).await?;
         sqlx::query("set local statement_timeout = 0").execute(&mut *read).await.map_err(failed(doing))?;
         let mut findings = Vec::new();
         let broken: Vec<String> = sqlx::query_scalar(

@@ -3,11 +3,14 @@
 //! Invariant: all missing files run in one transaction under one advisory lock, so that
 //! processes that start at once do not meet, and a killed start leaves the old schema.
 
+use std::time::Duration;
+
 use overnight_store::Error;
 use sqlx::migrate::Migrator;
 use sqlx::{PgConnection, PgPool, Row};
 
 use crate::error::{damaged, failed, refused};
+use crate::statement::in_time;
 use crate::{Options, PostgresStore, Url};
 
 /// This binary's files. Their lock is ours, see `LOCK`.
@@ -22,6 +25,9 @@ const LOCK: i64 = 0x6f76_6572_6e69_6768;
 
 /// How long a start waits for another one's migration.
 const LOCK_WAIT: &str = "set local lock_timeout = '10min'";
+
+/// How long a change of structure waits for those who use the table.
+const STRUCTURE_WAIT: &str = "set local lock_timeout = '10s'";
 
 /// A migration takes the time that it takes.
 const NO_LIMIT: &str = "set local statement_timeout = 0";
@@ -53,7 +59,8 @@ pub async fn migrate(url: &Url) -> Result<SchemaState, Error> {
 pub async fn schema_state(url: &Url) -> Result<SchemaState, Error> {
     let doing = "read the schema version";
     let pool = crate::pool(url, &brief());
-    let found = async { found(&mut *pool.acquire().await.map_err(failed(doing))?).await }.await;
+    let look = async { found(&mut *pool.acquire().await.map_err(failed(doing))?).await };
+    let found = in_time(brief().call_max(), doing, look).await;
     pool.close().await;
     Ok(SchemaState { found: found?, needed: needed() })
 }
@@ -63,30 +70,34 @@ fn brief() -> Options {
 }
 
 /// Before first use: refuses a newer schema, applies what is missing if `migrate`.
-pub(crate) async fn prepare(pool: &PgPool, migrate: bool) -> Result<(), Error> {
+/// No call but the migration itself takes longer than `call_max`.
+pub(crate) async fn prepare(pool: &PgPool, migrate: bool, call_max: Duration) -> Result<(), Error> {
     let doing = "migrate the database";
     // Without the lock first: an up-to-date start then waits for nobody.
-    let state = {
+    let look = async {
         let mut connection = pool.acquire().await.map_err(failed(doing))?;
-        SchemaState { found: found(&mut connection).await?, needed: needed() }
+        Ok(SchemaState { found: found(&mut connection).await?, needed: needed() })
     };
+    let state = in_time(call_max, doing, look).await?;
     check(state, migrate)?;
-    let mut write = pool.begin().await.map_err(failed(doing))?;
+    let mut write = in_time(call_max, doing, async { pool.begin().await.map_err(failed(doing)) }).await?;
     if state.is_current() {
         // No statement that changes a structure: a role without that right may start too.
-        compare(&mut write).await?;
+        in_time(call_max, doing, compare(&mut write)).await?;
     } else {
         for statement in [LOCK_WAIT, NO_LIMIT] {
             sqlx::query(statement).execute(&mut *write).await.map_err(failed(doing))?;
         }
         sqlx::query("select pg_advisory_xact_lock($1)").bind(LOCK).execute(&mut *write).await.map_err(failed(doing))?;
+        // A change of structure that waits behind a long read stops everybody behind itself.
+        sqlx::query(STRUCTURE_WAIT).execute(&mut *write).await.map_err(failed(doing))?;
         // Somebody else may have been here meanwhile.
         check(SchemaState { found: found(&mut write).await?, needed: needed() }, migrate)?;
         // `run` would do, were its future `Send` for every lifetime.
         migrator().run_direct(None, &mut *write, false).await.map_err(as_error(doing))?;
     }
-    move_commit_order(&mut write).await?;
-    write.commit().await.map_err(failed(doing))
+    in_time(call_max, doing, move_commit_order(&mut write)).await?;
+    in_time(call_max, doing, async { write.commit().await.map_err(failed(doing)) }).await
 }
 
 /// Refuses a database to which a file was applied that is another one here.
@@ -130,9 +141,11 @@ fn as_error(doing: &'static str) -> impl Fn(sqlx::migrate::MigrateError) -> Erro
 async fn move_commit_order(write: &mut PgConnection) -> Result<(), Error> {
     let doing = "go on with the order of commits";
     let behind: Option<i64> = sqlx::query_scalar(
+        // By the index of each job's segments: they are too many to be read at every start.
         "select max(g.committed) - pg_snapshot_xmax(pg_current_snapshot())::text::bigint
             - (select last_value from segments_committed_base)
-        from segments g",
+        from jobs j cross join lateral (
+            select s.committed from segments s where s.job_id = j.job_id order by s.committed desc limit 1) g",
     )
     .fetch_one(&mut *write)
     .await

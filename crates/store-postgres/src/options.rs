@@ -44,9 +44,29 @@ impl Url {
     pub fn without_password(&self) -> (String, Option<String>) {
         let (scheme, rest) = self.0.split_once("://").unwrap_or(("postgres", &self.0));
         let end = rest.find(['/', '?']).unwrap_or(rest.len());
-        let Some((account, place)) = rest[..end].rsplit_once('@') else { return (self.0.clone(), None) };
-        let Some((user, password)) = account.split_once(':') else { return (self.0.clone(), None) };
-        (format!("{scheme}://{user}@{place}{}", &rest[end..]), Some(decoded(password)))
+        let (authority, tail) = rest.split_at(end);
+        let mut password = None;
+        let authority =
+            match authority.rsplit_once('@').and_then(|(account, place)| Some((account.split_once(':')?, place))) {
+                Some(((user, secret), place)) => {
+                    password = Some(decoded(secret));
+                    format!("{user}@{place}")
+                }
+                None => authority.to_owned(),
+            };
+        // It may stand among the parameters too, where it counts instead.
+        let (path, parameters) = tail.split_once('?').unwrap_or((tail, ""));
+        let mut kept = Vec::new();
+        for pair in parameters.split('&').filter(|pair| !pair.is_empty()) {
+            match pair.split_once('=') {
+                Some((key, secret)) if decoded(key) == "password" => {
+                    password = Some(decoded(&secret.replace('+', " ")))
+                }
+                _ => kept.push(pair),
+            }
+        }
+        let parameters = if kept.is_empty() { String::new() } else { format!("?{}", kept.join("&")) };
+        (format!("{scheme}://{authority}{path}{parameters}"), password)
     }
 
     pub(crate) fn connect(&self) -> PgConnectOptions {
@@ -194,6 +214,13 @@ mod tests {
         let (bare, password) = url.without_password();
         assert_eq!(bare, "postgres://me@db.example:5433/jobs?sslmode=require");
         assert_eq!(password.as_deref(), Some("hush!"));
+        // Among the parameters it is the one that the driver takes.
+        let url = Url::parse("postgres://me:old@db/jobs?sslmode=require&password=hush%21+2&x=1").unwrap();
+        let (bare, password) = url.without_password();
+        assert_eq!(bare, "postgres://me@db/jobs?sslmode=require&x=1");
+        assert_eq!(password.as_deref(), Some("hush! 2"));
+        let url = Url::parse("postgres://db/jobs?user=me&password=hush").unwrap();
+        assert_eq!(url.without_password(), ("postgres://db/jobs?user=me".to_owned(), Some("hush".to_owned())));
         let refused = Url::parse("postgres://me:hush@db:notaport/jobs").expect_err("the port is no number");
         let told = overnight_types::chain(&refused);
         assert!(!told.contains("hush"), "{told}");

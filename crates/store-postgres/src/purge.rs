@@ -28,11 +28,14 @@ impl PostgresStore {
     pub(crate) async fn purge(&self, limit: u32) -> Result<Purged, Error> {
         let doing = "purge deleted jobs";
         let mut write = self.write(doing).await?;
-        let rows =
-            sqlx::query("select job_id from jobs where deleted_at is not null order by deleted_at, job_id limit $1")
-                .bind(i64::from(limit))
-                .rows(&mut write)
-                .await?;
+        // Two sweeps at once purge different jobs.
+        let rows = sqlx::query(
+            "select job_id from jobs where deleted_at is not null order by deleted_at, job_id limit $1
+            for update skip locked",
+        )
+        .bind(i64::from(limit))
+        .rows(&mut write)
+        .await?;
         let (mut left, mut gone) = (limit, Vec::new());
         for row in &rows {
             let job = row.job_id()?;

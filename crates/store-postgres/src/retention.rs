@@ -72,6 +72,12 @@ async fn hide_published(write: &mut Write, jobs: Vec<Uuid>, files: Vec<Uuid>) ->
 /// After the jobs themselves, so that jobs on one input that go together count as nobody.
 async fn hide_inputs(write: &mut Write, inputs: Vec<Uuid>) -> Result<(), Error> {
     let now = write.now;
+    // Locked by a statement before it: a create that holds the file meanwhile has committed by
+    // then, and the next statement sees its job.
+    sqlx::query("select 1 from files where file_id = any($1) order by file_id for update")
+        .bind(inputs.clone())
+        .rows(write)
+        .await?;
     sqlx::query(
         "update files set deleted_at = $1
         where file_id = any($2) and deleted_at is null and expires_at is null

@@ -1,7 +1,9 @@
 //! Running a statement: by itself, or inside a write transaction; with the store's
 //! errors and within a time that a vanished server cannot stretch.
 
-use std::time::Duration;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use overnight_store::Error;
 use sqlx::Postgres;
@@ -101,5 +103,31 @@ pub(crate) async fn in_time<T>(
     doing: &'static str,
     work: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, Error> {
-    tokio::time::timeout(limit, work).await.unwrap_or_else(|_| Err(timed_out(doing)))
+    let mut work = std::pin::pin!(work);
+    match tokio::time::timeout(limit, &mut work).await {
+        Ok(done) => done,
+        Err(_) => {
+            // Before the work is dropped, and with it its connection.
+            TIMED_OUT.store(since_start().max(1), Ordering::Relaxed);
+            Err(timed_out(doing))
+        }
+    }
+}
+
+/// When a call last ran out of its time, milliseconds since the first look; 0: never.
+static TIMED_OUT: AtomicU64 = AtomicU64::new(0);
+/// Connections that come back are tried for so long after that.
+const SUSPECT_MS: u64 = 60_000;
+
+fn since_start() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_millis() as u64
+}
+
+/// Whether a call of this process has lately had no answer: then a connection that comes back to
+/// the pool may be of a server that is gone, and waiting for it would keep its place for as long
+/// as the network takes to say so.
+pub(crate) fn is_suspect() -> bool {
+    let at = TIMED_OUT.load(Ordering::Relaxed);
+    at != 0 && since_start() < at + SUSPECT_MS
 }

@@ -14,7 +14,7 @@ use sqlx::{PgConnection, Postgres, Transaction};
 
 use crate::error::failed;
 use crate::row::text;
-use crate::statement::in_time;
+use crate::statement::{Statement, in_time};
 use crate::{ClockOffset, PostgresStore};
 
 /// A running write transaction; dropped without `PostgresStore::commit` it rolls back.
@@ -90,15 +90,14 @@ impl Write {
     /// Writes the audit row of a change. The job's row is locked, so that its events are
     /// numbered in the order in which they commit.
     pub(crate) async fn record_event(&mut self, job: JobId, what: &str, note: &str) -> Result<(), Error> {
-        let doing = self.doing;
+        let now = self.now;
         sqlx::query("insert into events (job_id, at, what, note) values ($1, $2, $3, $4)")
             .bind(job.uuid())
-            .bind(self.now)
+            .bind(now)
             .bind(what)
             .bind(text(note))
-            .execute(&mut **self)
-            .await
-            .map_err(failed(doing))?;
+            .change(self)
+            .await?;
         Ok(())
     }
 

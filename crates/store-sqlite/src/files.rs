@@ -105,10 +105,18 @@ impl Files for SqliteStore {
     }
 
     async fn known_files(&self, ids: &[FileId]) -> Result<Vec<FileId>, Error> {
-        sqlx::query("select file_id from files where file_id in (select unhex(value) from json_each(?1))")
-            .bind(hex_list(ids.iter().map(FileId::uuid)))
-            .list(&self.readers, "tell known files", |row| row.file_id("file_id"))
-            .await
+        sqlx::query(
+            "with asked as materialized (select unhex(value) as id from json_each(?1))
+            select file_id from files where file_id in (select id from asked)
+            union select output_file_id from jobs
+                where state in ('finalizing', 'cancelling') and output_file_id in (select id from asked)
+            union select error_file_id from jobs
+                where state in ('finalizing', 'cancelling') and error_file_id in (select id from asked)
+            order by 1",
+        )
+        .bind(hex_list(ids.iter().map(FileId::uuid)))
+        .list(&self.readers, "tell known files", |row| row.file_id("file_id"))
+        .await
     }
 }
 

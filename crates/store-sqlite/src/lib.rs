@@ -46,6 +46,9 @@ use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 use sqlx::{Connection, SqlitePool};
 use tokio::sync::Notify;
 
+use crate::row::Read;
+use crate::statement::Statement;
+
 pub use migrate::{SchemaState, migrate, schema_state};
 pub use options::{ClockOffset, Options};
 
@@ -137,6 +140,31 @@ impl Store for SqliteStore {
         let mut connection = self.readers.acquire().await.map_err(error::failed(doing))?;
         let now = transaction::read_clock(&mut connection, &self.clock_offset).await.map_err(error::failed(doing))?;
         Ok(Timestamp::from_micros(now))
+    }
+
+    async fn keep_objects_id(&self, mine: uuid::Uuid) -> Result<uuid::Uuid, Error> {
+        let doing = "keep the objects' id";
+        let kept = || {
+            sqlx::query("select objects_id from installation").find(&self.readers, doing, |row| row.uuid("objects_id"))
+        };
+        // Read first: every start but one writes nothing.
+        if let Some(kept) = kept().await? {
+            return Ok(kept);
+        }
+        let mut write = self.write(doing).await?;
+        sqlx::query("insert into installation (one, objects_id) values (1, ?1) on conflict (one) do nothing")
+            .bind(row::key(mine))
+            .change(&mut write)
+            .await?;
+        self.commit(write).await?;
+        Ok(kept().await?.unwrap_or(mine))
+    }
+
+    async fn forget_objects_id(&self) -> Result<bool, Error> {
+        let mut write = self.write("forget the objects' id").await?;
+        let num = sqlx::query("delete from installation").change(&mut write).await?;
+        self.commit(write).await?;
+        Ok(num > 0)
     }
 
     async fn check(&self) -> Result<Vec<String>, Error> {

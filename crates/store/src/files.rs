@@ -129,6 +129,7 @@ pub trait Files {
     /// Drops the row of a file whose object is gone.
     async fn forget_file(&self, id: FileId) -> Result<(), Error>;
 
-    /// Of these ids, those that have a row (deleted ones too): the others are unclaimed objects.
+    /// Of these ids, those that have a row (deleted ones too) or are drawn by a job that publishes,
+    /// in the order of ids: the others are unclaimed objects.
     async fn known_files(&self, ids: &[FileId]) -> Result<Vec<FileId>, Error>;
 }

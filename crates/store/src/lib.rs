@@ -110,6 +110,13 @@ pub trait Store:
     /// The database's clock.
     async fn now(&self) -> Result<overnight_types::Timestamp, Error>;
 
+    /// The id of the objects that this database names: `mine` from the first call on, which
+    /// keeps it; the one kept in every later one.
+    async fn keep_objects_id(&self, mine: uuid::Uuid) -> Result<uuid::Uuid, Error>;
+
+    /// Forgets the id, so that the next call keeps another. Returns whether one was kept.
+    async fn forget_objects_id(&self) -> Result<bool, Error>;
+
     /// Proves that the database answers and that its structure is whole
     /// (SQLite: `pragma quick_check`, references, the schema version), and that
     /// counts are those of the bits and segments of what they count. Returns

@@ -39,6 +39,7 @@ struct State {
     calls: HashMap<&'static str, u32>,
     hung: u32,
     pauses: HashMap<&'static str, Pause>,
+    clock_behind: Duration,
 }
 
 /// A caller that stands before a call, as a stopped process does, until let go on.
@@ -84,6 +85,11 @@ impl FaultyStore {
         let pause = Pause { reached: Arc::default(), go_on: Arc::default() };
         self.lock().pauses.insert(method, pause.clone());
         pause
+    }
+
+    /// Lets the database say that it is so much earlier: the machine's clock has jumped ahead.
+    pub fn set_clock_behind(&self, behind: Duration) {
+        self.lock().clock_behind = behind;
     }
 
     /// Fails no call from now on. Calls that hang stay so.
@@ -261,7 +267,16 @@ impl Store for FaultyStore {
     }
 
     async fn now(&self) -> Result<Timestamp, Error> {
-        self.inner.now().await
+        let behind = self.lock().clock_behind;
+        Ok(Timestamp::from_micros(self.inner.now().await?.micros() - behind.as_micros() as i64))
+    }
+
+    async fn keep_objects_id(&self, mine: uuid::Uuid) -> Result<uuid::Uuid, Error> {
+        self.inner.keep_objects_id(mine).await
+    }
+
+    async fn forget_objects_id(&self) -> Result<bool, Error> {
+        self.inner.forget_objects_id().await
     }
 
     async fn check(&self) -> Result<Vec<String>, Error> {

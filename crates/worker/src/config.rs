@@ -76,6 +76,13 @@ pub struct WorkerConfig {
     /// How often orphans, expired files and deleted jobs are swept.
     #[serde(with = "humane::duration")]
     pub sweep_every: Duration,
+    /// How old an object of a job must be before the sweep takes it when no row names it; longer
+    /// than any write.
+    #[serde(with = "humane::duration")]
+    pub orphans_kept_for: Duration,
+    /// The same for uploads without a row and what killed writes left; longer than any upload.
+    #[serde(with = "humane::duration")]
+    pub unclaimed_kept_for: Duration,
     /// How long a job stays after its end, with its files; `0s` keeps it.
     #[serde(with = "humane::duration")]
     pub jobs_kept_for: Duration,
@@ -109,6 +116,8 @@ impl Default for WorkerConfig {
             signals_every: seconds(1),
             lifecycle_steps_max: 4,
             sweep_every: seconds(3600),
+            orphans_kept_for: seconds(3600),
+            unclaimed_kept_for: seconds(24 * 3600),
             jobs_kept_for: Duration::ZERO,
         }
     }
@@ -164,6 +173,8 @@ impl WorkerConfig {
         within("poll_every", self.poll_every, ms(1), Duration::from_secs(600))?;
         within("signals_every", self.signals_every, ms(1), Duration::from_secs(600))?;
         within("sweep_every", self.sweep_every, ms(100), 7 * DAY)?;
+        within("orphans_kept_for", self.orphans_kept_for, Duration::from_secs(1), 30 * DAY)?;
+        within("unclaimed_kept_for", self.unclaimed_kept_for, Duration::from_secs(1), 30 * DAY)?;
         within("jobs_kept_for", self.jobs_kept_for, Duration::ZERO, 3_650 * DAY)
     }
 }

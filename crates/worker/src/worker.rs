@@ -169,8 +169,9 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         troubles: crate::claim::Troubles::default(),
         metrics: Arc::default(),
         sweep_ages: SweepAges {
+            orphans: config.orphans_kept_for,
+            unclaimed: config.unclaimed_kept_for,
             jobs: (!config.jobs_kept_for.is_zero()).then_some(config.jobs_kept_for),
-            ..SweepAges::default()
         },
         step_failures: StepFailures::default(),
         stop_claiming: CancellationToken::new(),

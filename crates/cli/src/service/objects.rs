@@ -3,7 +3,8 @@
 //! Invariant: a start never takes an empty mount point, or a mistyped bucket, for an
 //! empty service. The objects' id is kept in the data folder; objects with another one,
 //! and a store without a mark of which the database names objects, are refused before
-//! anything is read from them. Nor does it take another installation's objects for
+//! anything is read from them. The database keeps the id too: a machine that has not been
+//! here before brings no objects of its own. Nor does it take another installation's objects for
 //! orphans: an empty database is refused where jobs have written.
 
 use std::ffi::OsString;
@@ -20,7 +21,7 @@ use crate::environment;
 use crate::error::{Exit, Failure, Result};
 
 /// In the data folder: the id of the objects that its database names.
-const ID_FILE: &str = "objects.id";
+pub(crate) const ID_FILE: &str = "objects.id";
 /// Newest files of the database of which a remote store must hold one.
 const PROVING_FILES: u32 = 20;
 /// A call is not tried again for longer, however long leases are.
@@ -35,13 +36,16 @@ pub(super) async fn open(config: &Config, data_dir: &Path, store: &dyn Store) ->
     // A store that was never used is new only to a database that names no object of it.
     let unmarked = if files.is_empty() { Unmarked::IsNew } else { Unmarked::IsWrong };
     let blobs = Blobs::open(&url, &options(config, unmarked)).await.map_err(|err| failure(&url, &err))?;
-    if !blobs.is_local() {
-        require_one_of(&blobs, &url, &files).await?;
-    }
+    let remembers = know_again(&blobs, &url, data_dir).await?;
+    require_one_of(&blobs, &url, &files).await?;
     if files.is_empty() {
         refuse_others(&blobs, &url, store).await?;
     }
-    know_again(&blobs, &url, data_dir).await?;
+    // Only now: a start that is refused is remembered neither in the database nor here.
+    require_the_databases(&blobs, &url, store).await?;
+    if !remembers {
+        remember(&blobs, data_dir)?;
+    }
     if !blobs.is_local() {
         let found = blobs.probe().await.map_err(|err| failure(&url, &err))?;
         tracing::info!(
@@ -72,6 +76,29 @@ async fn require_one_of(blobs: &Blobs, url: &str, files: &[File]) -> Result {
             Err(Failure::new(Exit::Failure, what).code("objects_not_ours").hint(hint))
         }
     }
+}
+
+/// Refuses objects that are not those which the database was first used with: a worker whose
+/// machine has a folder of its own instead of theirs would call every input missing, and end
+/// its items for good.
+async fn require_the_databases(blobs: &Blobs, url: &str, store: &dyn Store) -> Result {
+    let Some(id) = blobs.id() else { return Ok(()) };
+    let kept = store.keep_objects_id(id).await.map_err(|err| Failure::from_error("keep the objects' id", &err))?;
+    if blobs.is_known_as(kept).await.map_err(|err| failure(url, &err))? {
+        return Ok(());
+    }
+    let what = format!("the objects at {url} are not those that this database was first used with");
+    let hint = match blobs.is_local() {
+        true => {
+            "processes on several machines need one object store: give all of them the same objects.url, or the same \
+             folder; if the objects were replaced or moved without their mark on purpose, run `batch db forget-objects`"
+        }
+        false => {
+            "correct objects.url or database.url; if the objects were moved there without their mark on purpose, run \
+             `batch db forget-objects`"
+        }
+    };
+    Err(Failure::new(Exit::Failure, what).code("objects_not_ours").hint(hint))
 }
 
 /// Refuses an empty database where jobs have written objects: the sweep of a process with
@@ -121,42 +148,46 @@ fn failure(url: &str, err: &overnight_blobs::Error) -> Failure {
     }
 }
 
-/// Compares the objects' id with the one kept, or keeps it at the first start.
-async fn know_again(blobs: &Blobs, url: &str, data_dir: &Path) -> Result {
+/// Compares the objects' id with the one kept in the data folder. False when none is kept there.
+async fn know_again(blobs: &Blobs, url: &str, data_dir: &Path) -> Result<bool> {
+    if blobs.id().is_none() {
+        return Ok(true);
+    }
+    let path = data_dir.join(ID_FILE);
+    let known = match std::fs::read_to_string(&path) {
+        Ok(known) => uuid::Uuid::try_parse(known.trim()).ok(),
+        Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        Err(err) => return Err(Failure::from_error(&format!("read {}", path.display()), &err)),
+    };
+    let is_known = match known {
+        Some(known) => blobs.is_known_as(known).await.map_err(|err| failure(url, &err))?,
+        None => false,
+    };
+    if is_known {
+        return Ok(true);
+    }
+    let what = format!("the objects at {url} are not those that this data folder was used with");
+    let hint = match blobs.is_local() {
+        true => "mount their disk; if they were replaced on purpose, run `batch db forget-objects`",
+        false => "correct objects.url; if they were moved on purpose, run `batch db forget-objects`",
+    };
+    Err(Failure::new(Exit::Failure, what).code("objects_changed").hint(hint))
+}
+
+/// Keeps the objects' id in the data folder.
+fn remember(blobs: &Blobs, data_dir: &Path) -> Result {
     let Some(id) = blobs.id() else { return Ok(()) };
     let path = data_dir.join(ID_FILE);
-    let failed = |doing: &str, err: std::io::Error| Failure::from_error(&format!("{doing} {}", path.display()), &err);
-    match std::fs::read_to_string(&path) {
-        Ok(known) => {
-            let known = uuid::Uuid::try_parse(known.trim()).ok();
-            let is_known = match known {
-                Some(known) => blobs.is_known_as(known).await.map_err(|err| failure(url, &err))?,
-                None => false,
-            };
-            if is_known {
-                return Ok(());
-            }
-            let what = format!("the objects at {url} are not those that this data folder was used with");
-            let hint = match blobs.is_local() {
-                true => format!("mount their disk; if they were replaced on purpose, remove {}", path.display()),
-                false => format!("correct objects.url; if they were moved on purpose, remove {}", path.display()),
-            };
-            Err(Failure::new(Exit::Failure, what).code("objects_changed").hint(hint))
-        }
-        Err(err) if err.kind() == std::io::ErrorKind::NotFound => {
-            // Whole or not at all: half an id would refuse every later start.
-            let new = path.with_extension("id.new");
-            let whole = || {
-                let mut file = std::fs::File::create(&new)?;
-                file.write_all(format!("{id}\n").as_bytes())?;
-                // Renamed before it is on the disk, a power cut could leave an empty file.
-                file.sync_all()
-            };
-            whole().map_err(|err| failed("write", err))?;
-            std::fs::rename(&new, &path).map_err(|err| failed("write", err))
-        }
-        Err(err) => Err(failed("read", err)),
-    }
+    // Whole or not at all: half an id would refuse every later start.
+    let new = path.with_extension("id.new");
+    let whole = || {
+        let mut file = std::fs::File::create(&new)?;
+        file.write_all(format!("{id}\n").as_bytes())?;
+        // Renamed before it is on the disk, a power cut could leave an empty file.
+        file.sync_all()?;
+        std::fs::rename(&new, &path)
+    };
+    whole().map_err(|err| Failure::from_error(&format!("write {}", path.display()), &err))
 }
 
 #[cfg(test)]
@@ -169,7 +200,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let [data, objects, disk] = ["data", "objects", "disk"].map(|name| dir.path().join(name));
         std::fs::create_dir(&data).unwrap();
-        let start = async || know_again(&Blobs::local(&objects).unwrap(), "file:///objects", &data).await;
+        let start = async || {
+            let blobs = Blobs::local(&objects).unwrap();
+            if !know_again(&blobs, "file:///objects", &data).await? {
+                remember(&blobs, &data)?;
+            }
+            Ok::<_, Failure>(())
+        };
         start().await.unwrap();
         start().await.unwrap();
         std::fs::rename(&objects, &disk).unwrap();
@@ -183,6 +220,24 @@ mod tests {
         std::fs::remove_file(data.join(ID_FILE)).unwrap();
         std::fs::remove_dir_all(&objects).unwrap();
         start().await.unwrap();
+    }
+
+    // Two machines that share a database and have a folder each.
+    #[tokio::test]
+    async fn second_folder_for_one_database_is_refused_until_it_forgets_the_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let store =
+            overnight_store_sqlite::SqliteStore::open(dir.path().join("o.db"), Default::default()).await.unwrap();
+        let [one, two] = ["one", "two"].map(|name| Blobs::local(&dir.path().join(name)).unwrap());
+        for _ in 0..2 {
+            require_the_databases(&one, "file:///one", &store).await.unwrap();
+            let failure = require_the_databases(&two, "file:///two", &store).await.unwrap_err();
+            assert!(failure.message().contains("first used with"), "{}", failure.message());
+        }
+        assert!(store.forget_objects_id().await.unwrap());
+        require_the_databases(&two, "file:///two", &store).await.unwrap();
+        require_the_databases(&one, "file:///one", &store).await.unwrap_err();
+        store.close().await;
     }
 
     // A worker on a new machine with the bucket of another installation would call every

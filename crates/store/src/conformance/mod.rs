@@ -190,6 +190,7 @@ macro_rules! store_conformance {
             races::moves_that_race_inside_the_window_end_a_job_once,
             races::moves_that_race_past_the_window_end_a_job_once,
             reports::leases_end_by_the_databases_clock_alone,
+            reports::the_first_objects_id_is_kept_until_it_is_forgotten,
             reports::refused_create_leaves_nothing,
             reports::late_acknowledgement_overwrites_no_successor,
             reports::reused_worker_identity_completes_nothing_stale,

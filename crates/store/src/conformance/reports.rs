@@ -176,3 +176,14 @@ pub async fn eight_workers_meet_without_an_error(store: &dyn Store, _clock: &dyn
     assert_eq!(a + b + c + d + e + f + g + h, 4 * 64, "every commit was made once");
     assert_eq!(finalize(store, job.id).await.final_counts.unwrap().completed, 4 * 64);
 }
+
+/// Whoever meets the database with other objects is told whose they are.
+pub async fn the_first_objects_id_is_kept_until_it_is_forgotten(store: &dyn Store, _clock: &dyn TestClock) {
+    let [first, second, third] = std::array::from_fn(|_| uuid::Uuid::now_v7());
+    assert!(!store.forget_objects_id().await.unwrap(), "none is kept");
+    assert_eq!(store.keep_objects_id(first).await.unwrap(), first);
+    assert_eq!(store.keep_objects_id(second).await.unwrap(), first);
+    assert_eq!(store.keep_objects_id(first).await.unwrap(), first);
+    assert!(store.forget_objects_id().await.unwrap());
+    assert_eq!(store.keep_objects_id(third).await.unwrap(), third);
+}

@@ -111,7 +111,9 @@ pub(crate) struct StepSource {
 
 impl StepSource {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        let sweep_at = Mutex::new(Instant::now() + shared.config.sweep_every);
+        // Processes that start together do not sweep together.
+        let share = 0.5 + f64::from(shared.id.uuid().as_bytes()[15]) / 512.0;
+        let sweep_at = Mutex::new(Instant::now() + shared.config.sweep_every.mul_f64(share));
         Self { shared, sweep_at }
     }
 

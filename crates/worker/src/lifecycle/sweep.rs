@@ -3,7 +3,8 @@
 //!
 //! Invariants: an object goes only when no row names it and no writer that could
 //! still name it is left (its epoch is fenced, or its shard or job has ended), and
-//! only after an age that outlasts any write under way. Every statement is bounded, and
+//! only after an age that outlasts any write under way, by this machine's clock and
+//! by the database's: one that runs ahead makes nothing old. Every statement is bounded, and
 //! so is what one sweep removes; listings are streamed, so memory does not grow with them.
 
 use std::collections::{BTreeMap, HashSet};
@@ -22,6 +23,8 @@ const PIECE: u32 = 200;
 const PIECES_MAX: u32 = 500;
 /// Objects of one kind that one sweep removes; the rest waits for the next.
 const REMOVED_MAX: u64 = (PIECE * PIECES_MAX) as u64;
+/// A clock that is so far ahead is told.
+const AHEAD_WARNED: Duration = Duration::from_secs(60);
 /// Jobs without a row whose objects one sweep removes.
 const ORPHANED_JOBS_MAX: usize = PIECE as usize;
 
@@ -63,6 +66,7 @@ pub struct Swept {
 
 /// Sweeps everything once.
 pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result<Swept, Error> {
+    let ages = &by_both_clocks(store, ages).await?;
     let ended = match ages.jobs {
         // First, so that what it hides goes in this sweep.
         Some(kept) => hide_ended_jobs(store, kept).await?,
@@ -84,7 +88,24 @@ pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result
 
 /// Sweeps one job's orphans; run after its end.
 pub async fn sweep_job(store: &dyn Store, blobs: &Blobs, job: JobId, ages: &SweepAges) -> Result<u64, Error> {
+    let ages = by_both_clocks(store, ages).await?;
     sweep_orphans(store, blobs, Prefix::Job(job), ages.orphans).await
+}
+
+/// The ages that objects must have by this machine's clock, so that they have the ones asked for
+/// by the database's too. Ended jobs are dated by the database alone.
+async fn by_both_clocks(store: &dyn Store, ages: &SweepAges) -> Result<SweepAges, Error> {
+    // Before the question, so that the time that it takes puts nobody ahead.
+    let here = Timestamp::now();
+    let ahead = here.since(store.now().await.map_err(Error::store("read the database's clock"))?);
+    if ahead > AHEAD_WARNED {
+        tracing::warn!(ahead_s = ahead.as_secs(), "this machine's clock is ahead of the database's: set it right");
+    }
+    Ok(SweepAges {
+        orphans: ages.orphans.saturating_add(ahead),
+        unclaimed: ages.unclaimed.saturating_add(ahead),
+        jobs: ages.jobs,
+    })
 }
 
 async fn hide_ended_jobs(store: &dyn Store, kept: Duration) -> Result<u64, Error> {

@@ -107,6 +107,28 @@ async fn unclaimed_uploads_and_leftovers_of_killed_writes_and_probes_go() {
     assert!(!exists(&service, &ObjectName::file(unclaimed)).await && !leftover.exists());
 }
 
+/// A worker whose clock has jumped ahead must not take what others are about to name.
+#[tokio::test]
+async fn a_clock_that_runs_ahead_makes_nothing_old() {
+    let service = TestService::new().await;
+    let (unclaimed, probe) = (ObjectName::file(FileId::new()), ObjectName::Probe(Uuid::now_v7()));
+    let of_unknown_job = orphan(&service, JobId::new(), 0, 1).await;
+    for name in [&unclaimed, &probe] {
+        service.blobs.put(name, Bytes::from_static(b"just published")).await.unwrap();
+    }
+    let leftover = service.objects_dir().join("files").join(format!("{}#1", FileId::new()));
+    std::fs::write(&leftover, b"half").unwrap();
+    service.store.set_clock_behind(Duration::from_secs(60));
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!(swept, Swept::default(), "a minute ahead, and none of these is a minute old");
+    for name in [&unclaimed, &probe, &of_unknown_job] {
+        assert!(exists(&service, name).await, "{name}");
+    }
+    service.store.set_clock_behind(Duration::ZERO);
+    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
+    assert_eq!((swept.unclaimed, swept.leftovers, swept.orphans), (1, 2, 1));
+}
+
 #[tokio::test]
 async fn deleted_file_goes_once_no_unfinished_job_reads_it() {
     let service = TestService::new().await;

@@ -59,6 +59,7 @@ pub(crate) async fn run(args: FleetArgs, app: &App) -> Result {
     write_items(&input, items, 150)?;
     let site = Site::new(folder.path().join("data"), args.database.as_deref(), args.objects.as_deref())
         .with(format!("engine.instant_items_per_s={}", args.rate));
+    site.require_no_others().await?;
     let server = Server::start(&site, false).await?;
     let fleet = Fleet { client: server.client()?, store: site.store().await?, site, input };
 

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use overnight_store::Store;
+use overnight_store::{FileQuery, JobQuery, Store};
 
 use crate::client::Client;
 use crate::config::{Loaded, Setting, path_text};
@@ -16,6 +16,10 @@ use crate::host;
 use crate::output::human;
 use crate::service::database::{Database, Opening};
 
+/// The model that a measurement's requests ask for.
+const MODEL: &str = "instant";
+/// Newest jobs of a database that are looked at before a measurement.
+const JOBS_LOOKED_AT: u32 = 100;
 /// A server that does not answer within this time never will.
 const START_MAX: Duration = Duration::from_secs(30);
 
@@ -37,6 +41,33 @@ impl Site {
         let urls = [("OVERNIGHT_DATABASE__URL", database), ("OVERNIGHT_OBJECTS__URL", objects)];
         let environment = urls.into_iter().filter_map(|(name, url)| Some((name, url?.to_owned()))).collect();
         Self { data_dir, database: database.map(str::to_owned), settings, environment }
+    }
+
+    /// Refuses a database with work of others: the engine of a measurement would answer it.
+    pub(super) async fn require_no_others(&self) -> Result {
+        let Some(url) = &self.database else { return Ok(()) };
+        let settings = vec![Setting::flag("--database", "database.url", url.as_str())];
+        let database = Database::of(&Loaded::from_settings(settings)?.config)?;
+        if database.schema().await.map_err(|err| Failure::from_error(&format!("read {database}"), &err))?.found == 0 {
+            return Ok(());
+        }
+        let store = database.open(Opening::Look).await?;
+        let newest = JobQuery { limit: JOBS_LOOKED_AT, ..JobQuery::default() };
+        let looked = async {
+            Ok((
+                store.list_jobs(newest).await?.rows,
+                store.list_files(FileQuery { limit: 1, ..FileQuery::default() }).await?.rows,
+            ))
+        };
+        let looked: std::result::Result<_, overnight_store::Error> = looked.await;
+        store.close().await;
+        let (jobs, files) = looked.map_err(|err| Failure::from_error(&format!("read {database}"), &err))?;
+        let is_own = |job: &overnight_store::Job| job.model.as_deref() == Some(MODEL);
+        if jobs.iter().all(is_own) && (files.is_empty() || !jobs.is_empty()) {
+            return Ok(());
+        }
+        Err(Failure::usage(format!("{database} holds batches or files that are no measurement's"))
+            .hint("give --database an empty one: the engine of a measurement would answer whatever waits there"))
     }
 
     /// The same with another setting.

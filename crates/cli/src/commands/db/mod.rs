@@ -1,4 +1,4 @@
-//! `batch db`: migrate, check, back up and shrink the database.
+//! `batch db`: migrate, check, back up and shrink the database, and let it forget its objects.
 
 mod backup;
 
@@ -12,6 +12,7 @@ use crate::config::{Config, Loaded};
 use crate::error::{Exit, Failure, Result};
 use crate::output::human;
 use crate::service::database::{Database, Opening};
+use crate::service::objects::ID_FILE;
 
 /// Arguments of `batch db`.
 #[derive(Debug, Args)]
@@ -31,8 +32,12 @@ enum DbCommand {
         /// The copy; it must not be there yet
         to: PathBuf,
     },
-    /// Give the room of deleted batches back to the disk; servers wait meanwhile
+    /// Give the room of deleted batches back: SQLite's to the disk, while servers wait; Postgres's to
+    /// new rows, while they go on
     Vacuum,
+    /// Let the next start take the objects that it finds for this database's: after they were
+    /// replaced, or moved without their mark, on purpose
+    ForgetObjects,
 }
 
 pub(crate) async fn run(args: DbArgs, app: &App) -> Result {
@@ -58,6 +63,7 @@ pub(crate) async fn run(args: DbArgs, app: &App) -> Result {
             answer(app, record, &format!("{} in {}; objects are not in it", human::bytes(bytes), to.display()))
         }
         DbCommand::Vacuum => vacuum(&database, app).await,
+        DbCommand::ForgetObjects => forget_objects(&config, &database, app).await,
     }
 }
 
@@ -65,13 +71,33 @@ async fn vacuum(database: &Database, app: &App) -> Result {
     database.is_there()?;
     let fail = |err: overnight_store::Error| {
         Failure::from_error(&format!("shrink {database}"), &err)
-            .hint("nothing was changed; it needs room for a second copy, and a moment without other writers")
+            .hint("nothing was changed; SQLite needs room for a second copy and a moment without other writers, Postgres the right to vacuum the tables")
     };
     let before = size(database).await?;
     database.vacuum().await.map_err(fail)?;
     let after = size(database).await?;
     let record = json!({"database": database.to_string(), "bytes_before": before, "bytes": after});
     answer(app, record, &format!("{database}: {}, before {}", human::bytes(after), human::bytes(before)))
+}
+
+async fn forget_objects(config: &Config, database: &Database, app: &App) -> Result {
+    database.is_there()?;
+    let store = database.open(Opening::Look).await?;
+    let forgotten = store.forget_objects_id().await;
+    store.close().await;
+    let forgotten = forgotten.map_err(|err| Failure::from_error(&format!("write to {database}"), &err))?;
+    // What this data folder knows of them too; other machines' folders refuse by themselves.
+    let path = config.data_dir().join(ID_FILE);
+    let removed = match std::fs::remove_file(&path) {
+        Ok(()) => true,
+        Err(err) if err.kind() == std::io::ErrorKind::NotFound => false,
+        Err(err) => return Err(Failure::new(Exit::Failure, format!("could not remove {}: {err}", path.display()))),
+    };
+    let text = match forgotten || removed {
+        true => "forgotten: the next start keeps the objects that it finds",
+        false => "no objects were kept",
+    };
+    answer(app, json!({"database": database.to_string(), "forgotten": forgotten || removed}), text)
 }
 
 async fn size(database: &Database) -> Result<u64> {

@@ -70,6 +70,7 @@ pub(crate) async fn run(args: DurableArgs, app: &App) -> Result {
     let input_bytes = write_items(&input, args.items, args.line_bytes)?;
     app.ui.say(format!("{} items, {}", human::count(args.items), human::bytes(input_bytes)));
     let site = Site::new(folder.path().join("data"), args.database.as_deref(), args.objects.as_deref());
+    site.require_no_others().await?;
     let mut server = Server::start(&site, true).await?;
     let figures = measure(&args, &site, &mut server, &input, app).await;
     if args.keep {

@@ -113,7 +113,7 @@ for name in $parts; do
       for family in rms_norm attention_decode attention_prefill sampling; do sanitize racecheck 60 "$family" "$family"; done
       ;;
     goldens) has logits goldens && part goldens 120 python3 tests/goldens/compare_cuda.py "$bin/logits" ;;
-    doctor) has batch doctor && part doctor 60 "$bin/batch" doctor --device cuda --data-dir "$work/doctor" ;;
+    doctor) has batch doctor && part doctor 60 env OVERNIGHT_ENGINE__DEVICE=cuda "$bin/batch" doctor --data-dir "$work/doctor" ;;
     bench)
       if has batch bench; then
         part bench 180 "$bin/batch" bench kernels --output-json "$out/kernels.json"

@@ -271,16 +271,16 @@ impl Blobs {
             .boxed()
     }
 
-    /// Removes what killed uploads left, last written more than `older_than` ago: on a
+    /// Removes what killed uploads left, last written more than `older_than` before `now`: on a
     /// folder files named `name#N`, on a remote store uploads that never ended; no
     /// listing shows either. Returns how many.
-    pub async fn sweep_leftovers(&self, older_than: Duration) -> Result<u32, Error> {
+    pub async fn sweep_leftovers(&self, now: Timestamp, older_than: Duration) -> Result<u32, Error> {
         if let Some(remote) = self.remote() {
-            return upload::sweep(self, remote, older_than).await;
+            return upload::sweep(self, remote, now, older_than).await;
         }
         let Some(root) = self.inner.root.clone() else { return Ok(0) };
         let shown = root.display().to_string();
-        let swept = tokio::task::spawn_blocking(move || crate::writer::sweep_folder(&root, older_than)).await;
+        let swept = tokio::task::spawn_blocking(move || crate::writer::sweep_folder(&root, now, older_than)).await;
         match swept {
             Ok(swept) => swept.map_err(|err| Error::from_io("sweep", shown, err)),
             Err(err) => Err(Error::Unavailable { doing: "sweep", name: shown, source: Box::new(err) }),

@@ -98,8 +98,12 @@ async fn leftovers_of_killed_uploads_are_swept_and_others_stay() {
     std::fs::write(dir.path().join("files/other#a"), "of somebody else").unwrap();
     let num_files = || std::fs::read_dir(dir.path().join("files")).unwrap().count();
     assert_eq!(num_files(), 3);
-    assert_eq!(blobs.sweep_leftovers(Duration::from_secs(3_600)).await.unwrap(), 0, "a young one may be in use");
-    assert_eq!(blobs.sweep_leftovers(Duration::ZERO).await.unwrap(), 1);
+    assert_eq!(
+        blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::from_secs(3_600)).await.unwrap(),
+        0,
+        "a young one may be in use"
+    );
+    assert_eq!(blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::ZERO).await.unwrap(), 1);
     assert_eq!(num_files(), 2);
     assert_eq!(blobs.read(&kept).await.unwrap(), "kept");
 }

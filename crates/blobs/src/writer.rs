@@ -2,7 +2,7 @@
 //! sweep of what a killed write leaves on a local folder.
 //!
 //! To a remote store what fits into one part goes by one call, more by an upload in
-//! parts; see [`crate::remote::upload`].
+//! parts; see `remote/upload.rs`.
 
 use std::io;
 use std::path::Path;
@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::{Bytes, BytesMut};
 use object_store::{MultipartUpload, PutPayload};
+use overnight_types::Timestamp;
 
 use crate::layout::ObjectName;
 use crate::remote::upload::{Upload, part_bytes};
@@ -178,7 +179,7 @@ fn settle<T>(
 
 /// Removes files named `name#N` under a folder, at any depth. Folders and files
 /// that vanish meanwhile are skipped.
-pub(crate) fn sweep_folder(root: &Path, older_than: Duration) -> io::Result<u32> {
+pub(crate) fn sweep_folder(root: &Path, now: Timestamp, older_than: Duration) -> io::Result<u32> {
     let mut num_removed = 0;
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -191,7 +192,7 @@ pub(crate) fn sweep_folder(root: &Path, older_than: Duration) -> io::Result<u32>
             let kind = entry.file_type()?;
             if kind.is_dir() {
                 folders.push(entry.path());
-            } else if kind.is_file() && is_leftover(&entry.file_name()) && is_old(&entry, older_than) {
+            } else if kind.is_file() && is_leftover(&entry.file_name()) && is_old(&entry, now, older_than) {
                 match std::fs::remove_file(entry.path()) {
                     Err(err) if err.kind() != io::ErrorKind::NotFound => return Err(err),
                     _ => num_removed += 1,
@@ -207,10 +208,11 @@ fn is_leftover(name: &std::ffi::OsStr) -> bool {
     digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-fn is_old(entry: &std::fs::DirEntry, older_than: Duration) -> bool {
+fn is_old(entry: &std::fs::DirEntry, now: Timestamp, older_than: Duration) -> bool {
     let modified = entry.metadata().and_then(|meta| meta.modified());
     // A file from the future (a clock that was set back) is left alone.
-    modified.is_ok_and(|at| SystemTime::now().duration_since(at).is_ok_and(|age| age >= older_than))
+    let now = SystemTime::UNIX_EPOCH + Duration::from_micros(u64::try_from(now.micros()).unwrap_or(0));
+    modified.is_ok_and(|at| now.duration_since(at).is_ok_and(|age| age >= older_than))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::generate::{EngineState, EngineStatus, Generate};
-use crate::lifecycle::sweep::SweepAges;
+use crate::lifecycle::sweep::{SweepAges, SweptJobs};
 use crate::lifecycle::webhook::Webhook;
 use crate::lifecycle::{self, StepFailures};
 use crate::mapper::Mapper;
@@ -94,6 +94,7 @@ pub(crate) struct Shared {
     pub(crate) troubles: crate::claim::Troubles,
     pub(crate) metrics: Arc<WorkerMetrics>,
     pub(crate) sweep_ages: SweepAges,
+    pub(crate) swept_jobs: SweptJobs,
     pub(crate) step_failures: StepFailures,
     /// Claims end.
     pub(crate) stop_claiming: CancellationToken,
@@ -168,6 +169,7 @@ pub async fn start(parts: WorkerParts) -> Result<WorkerHandle, Error> {
         retries: crate::outcome::RetryBudgets::default(),
         troubles: crate::claim::Troubles::default(),
         metrics: Arc::default(),
+        swept_jobs: SweptJobs::default(),
         sweep_ages: SweepAges {
             orphans: config.orphans_kept_for,
             unclaimed: config.unclaimed_kept_for,

@@ -305,7 +305,7 @@ async fn full_disk_does_not_keep_files_from_a_remote_store() {
     server.post_form(&[("purpose", None, b"user_data"), ("file", Some("b.bin"), &large)]).await.error(413);
     let objects: Vec<_> = futures::TryStreamExt::try_collect(blobs.list(overnight_blobs::Prefix::All)).await.unwrap();
     assert_eq!(objects.len(), 1);
-    assert_eq!(blobs.sweep_leftovers(std::time::Duration::ZERO).await.unwrap(), 0);
+    assert_eq!(blobs.sweep_leftovers(overnight_types::Timestamp::now(), std::time::Duration::ZERO).await.unwrap(), 0);
 }
 
 #[tokio::test]

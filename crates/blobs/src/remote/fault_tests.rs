@@ -186,7 +186,7 @@ async fn dropped_and_aborted_uploads_leave_no_part() {
         }
         eventually("uploads", 0, async || num_uploads(&blobs).await).await;
         // A part that was on its way may still arrive: then the sweep aborts once more.
-        blobs.sweep_leftovers(Duration::ZERO).await.unwrap();
+        blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::ZERO).await.unwrap();
         assert_eq!((num_uploads(&blobs).await, num_records(&blobs).await), (0, 0));
     }
 }
@@ -199,11 +199,15 @@ async fn uploads_of_killed_writers_are_swept_once_they_are_old() {
     writer.append(&three_parts()).await.unwrap();
     // As kill -9 would: the writer's own clean-up never runs.
     std::mem::forget(writer);
-    assert_eq!(blobs.sweep_leftovers(Duration::from_secs(3_600)).await.unwrap(), 0, "a young one may be in use");
+    assert_eq!(
+        blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::from_secs(3_600)).await.unwrap(),
+        0,
+        "a young one may be in use"
+    );
     assert_eq!(num_uploads(&blobs).await, 1);
-    assert_eq!(blobs.sweep_leftovers(Duration::ZERO).await.unwrap(), 1);
+    assert_eq!(blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::ZERO).await.unwrap(), 1);
     assert_eq!((num_uploads(&blobs).await, num_records(&blobs).await), (0, 0));
-    assert_eq!(blobs.sweep_leftovers(Duration::ZERO).await.unwrap(), 0);
+    assert_eq!(blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::ZERO).await.unwrap(), 0);
 }
 
 #[tokio::test]

@@ -234,9 +234,8 @@ async fn abort(blobs: &Blobs, remote: &Remote, name: ObjectName, path: &Path, id
 }
 
 /// Aborts the uploads of records older than this. Returns how many.
-pub(crate) async fn sweep(blobs: &Blobs, remote: &Remote, older_than: Duration) -> Result<u32, Error> {
+pub(crate) async fn sweep(blobs: &Blobs, remote: &Remote, now: Timestamp, older_than: Duration) -> Result<u32, Error> {
     let failed = |err| Error::from_driver("list", format!("{FOLDER}/"), err);
-    let now = Timestamp::now();
     let mut listed = blobs.driver().list(Some(&remote.path(FOLDER)));
     let (mut num_swept, mut num_failed) = (0, 0);
     for _ in 0..RECORDS_MAX {

@@ -184,7 +184,10 @@ pub(crate) async fn run_work(shared: Arc<Shared>, work: LifecycleWork) {
     let stop = shared.stop_steps.clone();
     match work {
         LifecycleWork::Step(lease) => run_step(&shared, *lease).await,
-        LifecycleWork::Sweep => match stop.run_until_cancelled(sweep::sweep(store, blobs, &shared.sweep_ages)).await {
+        LifecycleWork::Sweep => match stop
+            .run_until_cancelled(sweep::sweep_again(store, blobs, &shared.sweep_ages, &shared.swept_jobs))
+            .await
+        {
             Some(Ok(swept)) => tracing::info!(?swept, "swept"),
             Some(Err(err)) => tracing::warn!(error = %chain(&err), "could not sweep, trying again later"),
             None => {}

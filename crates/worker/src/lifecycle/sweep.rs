@@ -7,8 +7,9 @@
 //! by the database's: one that runs ahead makes nothing old. Every statement is bounded, and
 //! so is what one sweep removes; listings are streamed, so memory does not grow with them.
 
-use std::collections::{BTreeMap, HashSet};
-use std::time::Duration;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use futures::TryStreamExt;
 use overnight_blobs::{Blobs, Listed, ObjectName, Prefix};
@@ -25,6 +26,8 @@ const PIECES_MAX: u32 = 500;
 const REMOVED_MAX: u64 = (PIECE * PIECES_MAX) as u64;
 /// A clock that is so far ahead is told.
 const AHEAD_WARNED: Duration = Duration::from_secs(60);
+/// For so long nothing is asked about what was seen.
+const SEEN_FOR: Duration = Duration::from_secs(24 * 3600);
 /// Jobs without a row whose objects one sweep removes.
 const ORPHANED_JOBS_MAX: usize = PIECE as usize;
 
@@ -64,9 +67,50 @@ pub struct Swept {
     pub attempts: u64,
 }
 
+/// Ended jobs of which a sweep has seen every object since their end, by their round: the next ones
+/// ask nothing about those, for a day. Grows with the jobs that are kept, some bytes each.
+#[derive(Debug)]
+pub struct SweptJobs(Mutex<(Instant, HashMap<JobId, u32>)>);
+
+impl Default for SweptJobs {
+    fn default() -> Self {
+        Self(Mutex::new((Instant::now(), HashMap::new())))
+    }
+}
+
+impl SweptJobs {
+    fn round(&self, job: JobId) -> Option<u32> {
+        self.lock().1.get(&job).copied()
+    }
+
+    fn extend(&self, seen: Vec<(JobId, u32)>) {
+        let mut known = self.lock();
+        if known.0.elapsed() > SEEN_FOR {
+            // A writer that had been stopped may have left something since.
+            *known = (Instant::now(), HashMap::new());
+        }
+        known.1.extend(seen);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Instant, HashMap<JobId, u32>)> {
+        // One operation at a time, whole across a panic.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Sweeps everything once.
 pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result<Swept, Error> {
-    let ages = &by_both_clocks(store, ages).await?;
+    sweep_again(store, blobs, ages, &SweptJobs::default()).await
+}
+
+/// The same, knowing what earlier sweeps of this process have seen.
+pub async fn sweep_again(
+    store: &dyn Store,
+    blobs: &Blobs,
+    ages: &SweepAges,
+    known: &SweptJobs,
+) -> Result<Swept, Error> {
+    let now = by_both_clocks(store).await?;
     let ended = match ages.jobs {
         // First, so that what it hides goes in this sweep.
         Some(kept) => hide_ended_jobs(store, kept).await?,
@@ -77,35 +121,31 @@ pub async fn sweep(store: &dyn Store, blobs: &Blobs, ages: &SweepAges) -> Result
         files: sweep_files(store, blobs).await?,
         jobs: sweep_deleted_jobs(store, blobs).await?,
         attempts: prune_attempts(store).await?,
-        unclaimed: sweep_unclaimed(store, blobs, ages.unclaimed).await?,
+        unclaimed: sweep_unclaimed(store, blobs, now, ages.unclaimed).await?,
         ..Swept::default()
     };
-    let leftovers = blobs.sweep_leftovers(ages.unclaimed).await.map_err(Error::blobs("sweep leftovers"))?;
-    swept.leftovers = u64::from(leftovers) + sweep_probes(blobs, ages.unclaimed).await?;
-    swept.orphans = sweep_orphans(store, blobs, Prefix::Jobs, ages.orphans).await?;
+    let leftovers = blobs.sweep_leftovers(now, ages.unclaimed).await.map_err(Error::blobs("sweep leftovers"))?;
+    swept.leftovers = u64::from(leftovers) + sweep_probes(blobs, now, ages.unclaimed).await?;
+    swept.orphans = sweep_orphans(store, blobs, Prefix::Jobs, (now, ages.orphans), known).await?;
     Ok(swept)
 }
 
 /// Sweeps one job's orphans; run after its end.
 pub async fn sweep_job(store: &dyn Store, blobs: &Blobs, job: JobId, ages: &SweepAges) -> Result<u64, Error> {
-    let ages = by_both_clocks(store, ages).await?;
-    sweep_orphans(store, blobs, Prefix::Job(job), ages.orphans).await
+    let now = by_both_clocks(store).await?;
+    sweep_orphans(store, blobs, Prefix::Job(job), (now, ages.orphans), &SweptJobs::default()).await
 }
 
-/// The ages that objects must have by this machine's clock, so that they have the ones asked for
-/// by the database's too. Ended jobs are dated by the database alone.
-async fn by_both_clocks(store: &dyn Store, ages: &SweepAges) -> Result<SweepAges, Error> {
-    // Before the question, so that the time that it takes puts nobody ahead.
+/// The moment by which a whole sweep reckons ages: the earlier one of this machine's clock and the
+/// database's. A clock that jumps during the sweep changes nothing.
+async fn by_both_clocks(store: &dyn Store) -> Result<Timestamp, Error> {
     let here = Timestamp::now();
-    let ahead = here.since(store.now().await.map_err(Error::store("read the database's clock"))?);
-    if ahead > AHEAD_WARNED {
-        tracing::warn!(ahead_s = ahead.as_secs(), "this machine's clock is ahead of the database's: set it right");
+    let there = store.now().await.map_err(Error::store("read the database's clock"))?;
+    if here.since(there) > AHEAD_WARNED {
+        let ahead_s = here.since(there).as_secs();
+        tracing::warn!(ahead_s, "this machine's clock is ahead of the database's: set it right");
     }
-    Ok(SweepAges {
-        orphans: ages.orphans.saturating_add(ahead),
-        unclaimed: ages.unclaimed.saturating_add(ahead),
-        jobs: ages.jobs,
-    })
+    Ok(here.min(there))
 }
 
 async fn hide_ended_jobs(store: &dyn Store, kept: Duration) -> Result<u64, Error> {
@@ -167,8 +207,7 @@ async fn prune_attempts(store: &dyn Store) -> Result<u64, Error> {
     Ok(pruned)
 }
 
-async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, age: Duration) -> Result<u64, Error> {
-    let now = Timestamp::now();
+async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, now: Timestamp, age: Duration) -> Result<u64, Error> {
     let listed = blobs.list(Prefix::Files).map_err(Error::blobs("list files"));
     let old = listed.try_filter_map(|object| async move {
         let id = match object.name {
@@ -196,8 +235,7 @@ async fn sweep_unclaimed(store: &dyn Store, blobs: &Blobs, age: Duration) -> Res
 }
 
 /// What starts left that died in the middle of their probe of the store.
-async fn sweep_probes(blobs: &Blobs, age: Duration) -> Result<u64, Error> {
-    let now = Timestamp::now();
+async fn sweep_probes(blobs: &Blobs, now: Timestamp, age: Duration) -> Result<u64, Error> {
     let old = blobs.list(Prefix::Probes).try_filter(|object| std::future::ready(is_old(object, now, age)));
     let mut pieces = std::pin::pin!(old.map_ok(|object| object.name).try_chunks(PIECE as usize));
     let mut removed = 0;
@@ -235,18 +273,56 @@ struct ShardRows {
     named: HashSet<ObjectName>,
 }
 
-async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Duration) -> Result<u64, Error> {
-    let now = Timestamp::now();
+/// A job whose objects are being listed.
+struct LookedAt {
+    job: JobId,
+    /// Its round, when it has ended.
+    ended_in: Option<u32>,
+    /// An earlier sweep has seen all of this round.
+    is_seen: bool,
+    /// No object was too young to be judged.
+    is_whole: bool,
+}
+
+impl LookedAt {
+    async fn begin(store: &dyn Store, job: JobId, known: &SweptJobs) -> Result<Self, Error> {
+        let row = store.find_job(job).await.map_err(Error::store("find a job"))?;
+        let ended_in = row.filter(|row| row.state.is_terminal()).map(|row| row.round);
+        let is_seen = ended_in.is_some() && known.round(job) == ended_in;
+        Ok(Self { job, ended_in, is_seen, is_whole: true })
+    }
+
+    /// All its objects were listed: what the next sweep need not look at.
+    fn end(self) -> Option<(JobId, u32)> {
+        self.ended_in.filter(|_| self.is_whole).map(|round| (self.job, round))
+    }
+}
+
+async fn sweep_orphans(
+    store: &dyn Store,
+    blobs: &Blobs,
+    prefix: Prefix,
+    (now, age): (Timestamp, Duration),
+    known: &SweptJobs,
+) -> Result<u64, Error> {
     let mut listed = blobs.list(prefix);
     let mut rows: Option<ShardRows> = None;
-    let (mut known_job, mut orphaned_jobs) = (None, BTreeMap::<JobId, u64>::new());
+    let (mut looked, mut orphaned_jobs) = (None::<LookedAt>, BTreeMap::<JobId, u64>::new());
+    // The job of the last object that was too young, and jobs that were looked at whole.
+    let (mut young_in, mut seen) = (None, Vec::new());
     let mut orphans = Vec::new();
     let mut removed = 0;
     while removed < REMOVED_MAX
         && let Some(object) = listed.try_next().await.map_err(Error::blobs("list objects"))?
     {
-        let Some(job) = object.name.job().filter(|_| is_old(&object, now, age)) else { continue };
-        if known_job != Some(job) {
+        let Some(job) = object.name.job() else { continue };
+        if !is_old(&object, now, age) {
+            young_in = Some(job);
+            looked.iter_mut().filter(|looked| looked.job == job).for_each(|looked| looked.is_whole = false);
+            continue;
+        }
+        if looked.as_ref().is_none_or(|looked| looked.job != job) {
+            seen.extend(looked.take().and_then(LookedAt::end));
             if !is_known(store, job).await? {
                 // All at the end: the listing is still under way.
                 if orphaned_jobs.len() < ORPHANED_JOBS_MAX || orphaned_jobs.contains_key(&job) {
@@ -254,7 +330,11 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
                 }
                 continue;
             }
-            known_job = Some(job);
+            let begun = LookedAt::begin(store, job, known).await?;
+            looked = Some(LookedAt { is_whole: young_in != Some(job), ..begun });
+        }
+        if looked.as_ref().is_some_and(|looked| looked.is_seen) {
+            continue;
         }
         let is_orphan = match object.name {
             ObjectName::Segment { job, shard, epoch, .. } => {
@@ -283,6 +363,9 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
             removed += delete_orphans(blobs, &mut orphans).await?;
         }
     }
+    if removed < REMOVED_MAX {
+        seen.extend(looked.and_then(LookedAt::end));
+    }
     removed += delete_orphans(blobs, &mut orphans).await?;
     // A purge that died after the last row: ids are never used again, so nothing under
     // this one will be wanted.
@@ -290,6 +373,8 @@ async fn sweep_orphans(store: &dyn Store, blobs: &Blobs, prefix: Prefix, age: Du
         blobs.remove_job(job).await.map_err(Error::blobs("delete the objects of a job without a row"))?;
         removed += num_objects;
     }
+    // Only now that what was found is gone.
+    known.extend(seen);
     Ok(removed)
 }
 

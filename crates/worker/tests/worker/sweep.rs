@@ -9,7 +9,7 @@ use overnight_testing::service::numbered_lines;
 use overnight_testing::{Failing, ScriptedGenerate, TestService};
 use overnight_types::{Epoch, FileId, ItemIndex, JobId, JobState, ShardIndex, WorkerId};
 use overnight_worker::failpoints;
-use overnight_worker::lifecycle::sweep::{SweepAges, Swept, sweep};
+use overnight_worker::lifecycle::sweep::{SweepAges, Swept, SweptJobs, sweep, sweep_again};
 use uuid::Uuid;
 
 /// An ended and deleted job whose rows are still there.
@@ -105,6 +105,33 @@ async fn unclaimed_uploads_and_leftovers_of_killed_writes_and_probes_go() {
     assert!(!exists(&service, &probe).await);
     assert!(exists(&service, &ObjectName::file(claimed)).await);
     assert!(!exists(&service, &ObjectName::file(unclaimed)).await && !leftover.exists());
+}
+
+/// Jobs are kept for good by default: a sweep must not cost what all of them hold.
+#[tokio::test]
+async fn ended_job_that_was_swept_whole_is_asked_about_no_more() {
+    let service = TestService::new().await;
+    let job = service.submit_cut(&numbered_lines(8), 2).await;
+    let worker = service.start(&ScriptedGenerate::echo()).await;
+    service.until_state(job, JobState::Completed).await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    let left = orphan(&service, job, 0, 0).await;
+    let known = SweptJobs::default();
+    let asked = || service.store.calls("list_segments_of_shard");
+    let sweep_with = |ages| sweep_again(&service.store, &service.blobs, ages, &known);
+    let long = SweepAges::default();
+    sweep_with(&long).await.unwrap();
+    assert_eq!(asked(), 0, "all too young");
+    assert_eq!(sweep_with(&NOW).await.unwrap().orphans, 1, "and so not taken for seen");
+    assert!(!exists(&service, &left).await);
+    let first = asked();
+    assert!(first >= 4, "a look at each shard: {first}");
+    assert_eq!(sweep_with(&NOW).await.unwrap().orphans, 0);
+    assert_eq!(asked(), first);
+    // Another process, or a new round, looks for itself.
+    let later = orphan(&service, job, 0, 0).await;
+    assert_eq!(sweep(&service.store, &service.blobs, &NOW).await.unwrap().orphans, 1);
+    assert!(!exists(&service, &later).await);
 }
 
 /// A worker whose clock has jumped ahead must not take what others are about to name.

@@ -149,7 +149,11 @@ async fn upload_whose_server_was_killed_is_aborted_by_the_sweep() {
     let options =
         Options { environment: server.environment.clone(), unmarked: Unmarked::IsWrong, ..Options::default() };
     let blobs = Blobs::open(&server.url, &options).await.unwrap();
-    assert_eq!(blobs.sweep_leftovers(Duration::from_secs(24 * 3_600)).await.unwrap(), 0, "a young one may be in use");
-    let swept = blobs.sweep_leftovers(Duration::ZERO).await.unwrap();
+    assert_eq!(
+        blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::from_secs(24 * 3_600)).await.unwrap(),
+        0,
+        "a young one may be in use"
+    );
+    let swept = blobs.sweep_leftovers(overnight_types::Timestamp::now(), Duration::ZERO).await.unwrap();
     assert_eq!((swept, num_uploads(&server).await), (1, 0));
 }

@@ -102,6 +102,7 @@ fn json_is_pure_for_every_command() {
         &["db", "check"],
         &["db", "backup", "copy.db"],
         &["db", "vacuum"],
+        &["db", "forget-objects"],
         &["logs"],
         &["logs", "last", "--level", "warn"],
         &["collect-env"],
@@ -159,6 +160,7 @@ fn json_is_pure_for_every_command() {
         (&["logs", "--follow"], 2),
         (&["logs", "--data-dir", "nowhere"], 5),
         (&["db", "vacuum", "--data-dir", "nowhere"], 5),
+        (&["db", "forget-objects", "--data-dir", "nowhere"], 5),
     ];
     for (arguments, code) in bad {
         assert_bad(arguments, *code, &home.batch(&[arguments, &["--json"][..]].concat()));

@@ -117,7 +117,8 @@ async fn each_batch_runs_where_its_model_is_and_an_absent_model_waits() {
     let mut api = Service::start(&data_dir, &["--no-worker", "--config", config], FAST);
     api.wait_up(PATIENCE).await;
     let worker = |name| {
-        let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", name];
+        // Whoever takes a batch in must know the names that may be asked for.
+        let args = ["--model", model.to_str().expect("UTF-8"), "--served-model-name", name, "--config", config];
         Service::start_worker(&data_dir, &args, FAST)
     };
     let _workers = [worker("red"), worker("blue")];

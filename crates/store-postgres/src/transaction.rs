@@ -10,7 +10,8 @@ use std::ops::{Deref, DerefMut};
 
 use overnight_store::{Error, Guarded};
 use overnight_types::{JobId, Timestamp};
-use sqlx::{PgConnection, Postgres, Transaction};
+use sqlx::pool::PoolConnection;
+use sqlx::{Executor, PgConnection, Postgres};
 
 use crate::error::failed;
 use crate::row::text;
@@ -18,8 +19,14 @@ use crate::statement::{Statement, in_time};
 use crate::{ClockOffset, PostgresStore};
 
 /// A running write transaction; dropped without `PostgresStore::commit` it rolls back.
+///
+/// Not the driver's: of a `begin` that is dropped in the middle, because its caller gave up, that
+/// one knows nothing (sqlx 0.9), and the connection goes back to the pool with a transaction open,
+/// of which the statements of its next users are then a part, and with which they may go. Here a
+/// connection whose transaction has not ended is closed, which ends it.
 pub(crate) struct Write {
-    inner: Transaction<'static, Postgres>,
+    /// `None` once it has ended.
+    inner: Option<PoolConnection<Postgres>>,
     /// Microseconds since 1970, one moment for the whole transaction.
     pub(crate) now: i64,
     pub(crate) call_max: std::time::Duration,
@@ -39,19 +46,20 @@ impl PostgresStore {
     /// Begins a write transaction. `doing` is words after "to", for errors.
     pub(crate) async fn write(&self, doing: &'static str) -> Result<Write, Error> {
         let begun = async {
-            let mut inner = self.pool.begin().await.map_err(failed(doing))?;
-            let now = read_clock(&mut inner, &self.clock_offset).await.map_err(failed(doing))?;
-            Ok((inner, now))
+            let inner = Some(self.pool.acquire().await.map_err(failed(doing))?);
+            // From here on whoever drops it ends it.
+            let mut write = Write { inner, now: 0, call_max: self.call_max, doing, wakes: false };
+            write.execute("begin").await.map_err(failed(doing))?;
+            write.now = read_clock(&mut write, &self.clock_offset).await.map_err(failed(doing))?;
+            Ok(write)
         };
-        let (inner, now) = in_time(self.call_max, doing, begun).await?;
-        Ok(Write { inner, now, call_max: self.call_max, doing, wakes: false })
+        in_time(self.call_max, doing, begun).await
     }
 
     /// Makes the transaction durable, then wakes waiting loops if it made something due.
-    pub(crate) async fn commit(&self, write: Write) -> Result<(), Error> {
-        let Write { inner, doing, wakes, .. } = write;
-        in_time(self.call_max, doing, async { inner.commit().await.map_err(failed(doing)) }).await?;
-        if wakes {
+    pub(crate) async fn commit(&self, mut write: Write) -> Result<(), Error> {
+        write.end("commit").await?;
+        if write.wakes {
             self.wake_all();
         }
         Ok(())
@@ -81,10 +89,18 @@ impl Write {
     /// Gives the locks back now, with nothing written, and answers that the guard was lost. A
     /// transaction that is only dropped is rolled back a moment later, and until then claims
     /// pass its job over.
-    pub(crate) async fn lose<S, T>(self, now: Option<S>) -> Result<Guarded<S, T>, Error> {
-        let (doing, limit) = (self.doing, self.call_max);
-        in_time(limit, doing, async { self.inner.rollback().await.map_err(failed(doing)) }).await?;
+    pub(crate) async fn lose<S, T>(mut self, now: Option<S>) -> Result<Guarded<S, T>, Error> {
+        self.end("rollback").await?;
         Ok(Guarded::Lost { now })
+    }
+
+    /// By its last statement; the connection goes back to the pool.
+    async fn end(&mut self, statement: &'static str) -> Result<(), Error> {
+        let (doing, limit) = (self.doing, self.call_max);
+        let ended = async { self.execute(statement).await.map(drop).map_err(failed(doing)) };
+        in_time(limit, doing, ended).await?;
+        self.inner = None;
+        Ok(())
     }
 
     /// Writes the audit row of a change. The job's row is locked, so that its events are
@@ -111,15 +127,24 @@ impl Deref for Write {
     type Target = PgConnection;
 
     fn deref(&self) -> &PgConnection {
-        &self.inner
+        self.inner.as_deref().expect(RUNNING)
     }
 }
 
 impl DerefMut for Write {
     fn deref_mut(&mut self) -> &mut PgConnection {
-        &mut self.inner
+        self.inner.as_deref_mut().expect(RUNNING)
     }
 }
+
+impl Drop for Write {
+    fn drop(&mut self) {
+        // Closed, not given back: what has become of its transaction is not known.
+        drop(self.inner.take().map(PoolConnection::detach));
+    }
+}
+
+const RUNNING: &str = "the transaction has not ended";
 
 /// The database's clock in microseconds.
 pub(crate) async fn read_clock(connection: &mut PgConnection, offset: &ClockOffset) -> Result<i64, sqlx::Error> {

@@ -123,7 +123,8 @@ pub trait Files {
     /// Hides a file at once; its bytes stay until nothing reads them.
     async fn delete_file_if_present(&self, id: FileId) -> Result<Guarded<(), ()>, Error>;
 
-    /// Deleted or expired files that no unfinished job reads, oldest first.
+    /// Deleted files that no unfinished job reads, and those that expired and nobody can make a job
+    /// of any more (a minute later at most), oldest first.
     async fn list_removable_files(&self, limit: u32) -> Result<Vec<FileId>, Error>;
 
     /// Drops the row of a file whose object is gone.

@@ -75,7 +75,14 @@ pub(crate) async fn run(args: ServeArgs, app: &App) -> Result {
         engine::check(&config)?;
     }
     logging::start_service(&config, "serve")?;
-    let place = Place::open(&config, DataDirUse::Shared).await?;
+    let place = tokio::select! {
+        place = Place::open(&config, DataDirUse::Shared) => place?,
+        // A database or an object store that does not answer is waited for.
+        name = stops.next() => {
+            tracing::info!("{name} before the start; nothing was begun");
+            return Ok(());
+        }
+    };
     let listener = door::bind(&config, config.api.port).await?;
     let server = Server::start(&config, &place, listener, args.no_worker).await?;
     server.run(&config, &place, &mut stops).await

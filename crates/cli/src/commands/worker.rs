@@ -60,7 +60,14 @@ pub(crate) async fn run(args: WorkerArgs, app: &App) -> Result {
     }
     engine::check(&config)?;
     logging::start_service(&config, "worker")?;
-    let place = Place::open(&config, DataDirUse::Shared).await?;
+    let place = tokio::select! {
+        place = Place::open(&config, DataDirUse::Shared) => place?,
+        // A database or an object store that does not answer is waited for.
+        name = stops.next() => {
+            tracing::info!("{name} before the start; nothing was begun");
+            return Ok(());
+        }
+    };
     let late = LateEngine::new(engine::served_names(&config), config.worker.engine_stall_max);
     let metrics = Sources::new(Some(late.clone()), &engine::served_names(&config), &config.engine.local);
     let door = Door::open(&config, &place, &late, &metrics).await?;

@@ -113,7 +113,8 @@ impl Database {
         }
     }
 
-    fn failure(&self, err: &Error) -> Failure {
+    /// Why it could not be opened, and what to look at.
+    pub(crate) fn failure(&self, err: &Error) -> Failure {
         let failure = Failure::from_error(&format!("open the database {self}"), err);
         match (self, err) {
             (_, Error::Schema { .. } | Error::NewerSchema { .. }) => failure,

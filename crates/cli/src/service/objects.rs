@@ -36,13 +36,17 @@ pub(super) async fn open(config: &Config, data_dir: &Path, store: &dyn Store) ->
     // A store that was never used is new only to a database that names no object of it.
     let unmarked = if files.is_empty() { Unmarked::IsNew } else { Unmarked::IsWrong };
     let blobs = Blobs::open(&url, &options(config, unmarked)).await.map_err(|err| failure(&url, &err))?;
-    let remembers = know_again(&blobs, &url, data_dir).await?;
-    require_one_of(&blobs, &url, &files).await?;
+    let shown = match config.objects.url {
+        Some(_) => url.clone(),
+        None => format!("{url} (objects.url is not set)"),
+    };
+    let remembers = know_again(&blobs, &shown, data_dir).await?;
+    require_one_of(&blobs, &shown, &files).await?;
     if files.is_empty() {
-        refuse_others(&blobs, &url, store).await?;
+        refuse_others(&blobs, &shown, store).await?;
     }
     // Only now: a start that is refused is remembered neither in the database nor here.
-    require_the_databases(&blobs, &url, store).await?;
+    require_the_databases(&blobs, &shown, store).await?;
     if !remembers {
         remember(&blobs, data_dir)?;
     }

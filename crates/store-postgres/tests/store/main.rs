@@ -2,6 +2,7 @@
 
 mod fixture;
 mod forgotten;
+mod given_up;
 mod schema;
 mod server;
 

@@ -110,13 +110,19 @@ async fn size(database: &Database) -> Result<u64> {
 async fn check(config: &Config, database: &Database, app: &App) -> Result {
     database.is_there()?;
     let safe_step = safe_step(database, &config.data_dir());
-    let unreadable =
-        |err: overnight_store::Error| Failure::from_error(&format!("read {database}"), &err).hint(safe_step.clone());
+    let unreadable = |err: overnight_store::Error| match database {
+        // A server that is down, or a wrong password, is no damage.
+        Database::Postgres(_) => database.failure(&err),
+        Database::Sqlite(_) => Failure::from_error(&format!("read {database}"), &err).hint(safe_step.clone()),
+    };
     let state = database.schema().await.map_err(unreadable)?;
     let mut findings = Vec::new();
     let mut bytes = None;
     if state.is_current() {
-        let store = database.open(Opening::Look).await.map_err(|failure| failure.hint(safe_step.clone()))?;
+        let store = database.open(Opening::Look).await.map_err(|failure| match database {
+            Database::Postgres(_) => failure,
+            Database::Sqlite(_) => failure.hint(safe_step.clone()),
+        })?;
         let damaged = |err: overnight_store::Error| {
             Failure::from_error(&format!("check {database}"), &err).hint(safe_step.clone())
         };

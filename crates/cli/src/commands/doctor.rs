@@ -395,7 +395,7 @@ async fn model(config: &Config) -> Vec<Check> {
                 match is_second_best {
                     true => Check::warn(
                         "one token",
-                        format!("{found}, on the CPU although there is a GPU"),
+                        format!("{found}, although there is a GPU"),
                         "--device cuda says why",
                     ),
                     false => Check::pass("one token", found),

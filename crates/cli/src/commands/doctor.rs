@@ -393,11 +393,9 @@ async fn model(config: &Config) -> Vec<Check> {
                     && config.engine.local.device == DeviceKind::Auto
                     && overnight_engine::cuda::is_there();
                 match is_second_best {
-                    true => Check::warn(
-                        "one token",
-                        format!("{found}, although there is a GPU"),
-                        "--device cuda says why",
-                    ),
+                    true => {
+                        Check::warn("one token", format!("{found}, although there is a GPU"), "--device cuda says why")
+                    }
                     false => Check::pass("one token", found),
                 }
             }

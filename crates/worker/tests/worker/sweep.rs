@@ -146,8 +146,10 @@ async fn a_clock_that_runs_ahead_makes_nothing_old() {
     let leftover = service.objects_dir().join("files").join(format!("{}#1", FileId::new()));
     std::fs::write(&leftover, b"half").unwrap();
     service.store.set_clock_behind(Duration::from_secs(60));
-    let swept = sweep(&service.store, &service.blobs, &NOW).await.unwrap();
-    assert_eq!(swept, Swept::default(), "a minute ahead, and none of these is a minute old");
+    let second = Duration::from_secs(1);
+    let ages = SweepAges { orphans: second, unclaimed: second, jobs: None };
+    let swept = sweep(&service.store, &service.blobs, &ages).await.unwrap();
+    assert_eq!(swept, Swept::default(), "a minute ahead, and none of these is a second old");
     for name in [&unclaimed, &probe, &of_unknown_job] {
         assert!(exists(&service, name).await, "{name}");
     }
